@@ -36,6 +36,8 @@ SEQUENCES = 65535
 FLOOR = torch.finfo(torch.float32).min
 # Matrices have sides of a multiple of this: rows of 16 bytes in half types.
 ALIGNED = 8
+# The longest sequences of kernels that take whole ones; and in the interpreter.
+WHOLE, WHOLE_LITTLE = 256, 16
 # Offsets in a sequence and in a bias are 32-bit integers; half of their range, because tiles extend beyond the end.
 ELEMENTS = 1 << 30
 
@@ -220,6 +222,16 @@ def precision() -> str:
 def pad(length: int) -> int:
     """Return the next length that tensor cores take in a product."""
     return -(-length // ALIGNED) * ALIGNED
+
+
+def whole_length(tokens: int, product: torch.dtype) -> int:
+    """Return the power of two to which a kernel of whole sequences pads them, or 0 if they do not fit one.
+
+    Those of float32 products do not fit the shared memory of every GPU.
+    """
+    least, most = (8, WHOLE_LITTLE) if interprets() else (64, WHOLE)
+    fits = tokens <= most and (product == torch.bfloat16 or interprets())
+    return max(least, 1 << (tokens - 1).bit_length()) if fits else 0
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:

@@ -70,10 +70,14 @@ class Shape(NamedTuple):
 
 # Several tiles of tokens and of channels; as in models, 16 divides D but not T.
 SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
-# Further shapes of operators that compute larger inputs in another way.
-LARGER = {
-    'axial': (Shape(B=2, grid=(7, 20), D=48, channels=4, window=17),),
+# Shapes of other kernels of an operator: of heads of several channels, of longer sequences, of larger grids.
+OTHERS = {
     'full': (Shape(B=2, grid=(13, 20), D=48, channels=1, window=1),),
+    'conv': (Shape(B=2, grid=(7, 10), D=48, channels=6, window=17),),
+    'axial': (
+        Shape(B=2, grid=(7, 10), D=48, channels=4, window=17),
+        Shape(B=2, grid=(7, 20), D=48, channels=4, window=17),
+    ),
 }
 
 
@@ -240,7 +244,7 @@ def verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str
 
     Args:
         types: types of q, k, v and the bias, or one for all.
-        shapes: SMALL and LARGER by default.
+        shapes: SMALL and OTHERS by default.
 
     Raises:
         OSError: the record cannot be written.
@@ -296,7 +300,7 @@ def find_failure(
     """
     try:
         with _any_algorithm():
-            _compare(name, types, device, shapes or (SMALL, *LARGER.get(name, ())), choices)
+            _compare(name, types, device, shapes or (SMALL, *OTHERS.get(name, ())), choices)
     except torch.OutOfMemoryError:
         raise
     # Compilers, drivers and kernels raise errors of any kind.

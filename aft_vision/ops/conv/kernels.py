@@ -31,16 +31,67 @@ def load_elements(X, strides, b, t, h, c, C: tl.constexpr, seen, other):
 
 
 @triton.jit
-def load_source(
-    K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C: tl.constexpr
-):  # fmt: skip
-    """Load exp(k - peak) and v of a token, 0 where it is masked or outside the sequence."""
+def load_sources(K, V, MASK, k_strides, v_strides, b, t, h, c, inside, T, C: tl.constexpr):
+    """Load k and v of tokens, minus infinity and 0 where they are masked or outside the sequence."""
     seen = inside & (t < T)
     if MASK is not None:
         seen = seen & (tl.load(MASK + b * T + t, mask=seen, other=0) != 0)
     k = tl.load(K + b * k_strides[0] + t * k_strides[1] + h * k_strides[2], mask=seen, other=float('-inf'))
-    ek = tl.exp(k.to(tl.float32) - tl.load(PEAK + b * total + h, mask=inside, other=0.0))
-    return ek, load_elements(V, v_strides, b, t, h, c, C, seen, 0.0)
+    return k.to(tl.float32), load_elements(V, v_strides, b, t, h, c, C, seen, 0.0)
+
+
+@triton.jit
+def load_terms(
+    K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C: tl.constexpr
+):  # fmt: skip
+    """Load exp(k - peak) and v of a token, 0 where it is masked or outside the sequence."""
+    k, v = load_sources(K, V, MASK, k_strides, v_strides, b, t, h, c, inside, T, C)
+    return tl.exp(k - tl.load(PEAK + b * total + h, mask=inside, other=0.0)), v
+
+
+@triton.jit
+def find_slopes(
+    G, Y, DEN, Q, DQ, g_strides, y_strides, den_strides, q_strides, dq_strides, b, t, h, c, seen, C: tl.constexpr
+):  # fmt: skip
+    """Return the gradients of both sums of targets, 0 where the denominator underflowed, and whether it did.
+
+    Writes the gradient of q.
+    """
+    g = load_elements(G, g_strides, b, t, h, c, C, seen, 0.0)
+    gy = g * load_elements(Y, y_strides, b, t, h, c, C, seen, 0.0)
+    if Q is not None:
+        gate = tl.sigmoid(load_elements(Q, q_strides, b, t, h, c, C, seen, 0.0))
+        g *= gate
+        place = b * dq_strides[0] + t * dq_strides[1] + (h * C + c) * dq_strides[2]
+        tl.store(DQ + place, gy * (1.0 - gate), mask=seen & (c < C))
+    place = b * den_strides[0] + t * den_strides[1] + h * den_strides[2]
+    den = tl.load(DEN + place, mask=seen, other=0.0).to(tl.float32)
+    top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
+    return g * top, -tl.sum(gy, 2)[:, :, None] * top, den < LIMIT
+
+
+@triton.jit
+def store_results(
+    num, den, Q, Y, DEN, q_strides, y_strides, den_strides, b, t, h, c, inside, C: tl.constexpr
+):  # fmt: skip
+    """Write y from its sums, and the denominators if DEN is given."""
+    y = num / tl.maximum(den, LIMIT)
+    if Q is not None:
+        y *= tl.sigmoid(load_elements(Q, q_strides, b, t, h, c, C, inside, 0.0))
+    tl.store(Y + b * y_strides[0] + t * y_strides[1] + (h * C + c) * y_strides[2], y, mask=inside & (c < C))
+    if DEN is not None:
+        tl.store(DEN + b * den_strides[0] + t * den_strides[1] + h * den_strides[2], den, mask=inside)
+
+
+@triton.jit
+def store_sources(
+    d_num, d_den, ek, v, DK, DV, dk_strides, dv_strides, b, s, h, c, inside, C: tl.constexpr
+):  # fmt: skip
+    """Write the gradients of k and v from those of their terms, of which d_num is 0 beyond the channels."""
+    dk = tl.sum(d_num * v, 2)[:, :, None] + d_den
+    tl.store(DK + b * dk_strides[0] + s * dk_strides[1] + h * dk_strides[2], dk * ek, mask=inside)
+    place = b * dv_strides[0] + s * dv_strides[1] + (h * C + c) * dv_strides[2]
+    tl.store(DV + place, d_num * ek, mask=inside & (c < C))
 
 
 @triton.jit
@@ -97,7 +148,7 @@ def terms_kernel(
 ):  # fmt: skip
     """Write the terms e^k v of each channel, and e^k, of one token."""
     t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
-    ek, v = load_source(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C)
+    ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C)
     place = TERMS + (h * length + t) * columns + b
     tl.store(place + c * B, ek * v, mask=inside & (c < C))
     tl.store(place + C * B, ek, mask=inside)
@@ -112,14 +163,10 @@ def results_kernel(
     t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
     place = SUMS + (h * length + t) * columns + b
     den = tl.load(place + C * B, mask=inside, other=1.0)
-    y = tl.load(place + c * B, mask=inside & (c < C), other=0.0) / tl.maximum(den, LIMIT)
-    if Q is not None:
-        y *= tl.sigmoid(load_elements(Q, q_strides, b, t, h, c, C, inside, 0.0))
-    tl.store(Y + b * y_strides[0] + t * y_strides[1] + (h * C + c) * y_strides[2], y, mask=inside & (c < C))
+    num = tl.load(place + c * B, mask=inside & (c < C), other=0.0)
+    store_results(num, den, Q, Y, DEN, q_strides, y_strides, den_strides, b, t, h, c, inside, C)
     peak = tl.load(PEAK + b * total + h, mask=inside, other=FLOOR)
     tl.store(LOST + b * total + h, 1, mask=(den < LIMIT) & (peak > FLOOR))
-    if DEN is not None:
-        tl.store(DEN + b * den_strides[0] + t * den_strides[1] + h * den_strides[2], den, mask=inside)
 
 
 @triton.jit
@@ -131,21 +178,14 @@ def targets_kernel(
     """Compute the gradients of q and of the sums of one token, 0 where the denominator underflowed; marks those."""
     t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
     seen = inside & (t < T)
-    g = load_elements(G, g_strides, b, t, h, c, C, seen, 0.0)
-    gy = g * load_elements(Y, y_strides, b, t, h, c, C, seen, 0.0)
-    if Q is not None:
-        gate = tl.sigmoid(load_elements(Q, q_strides, b, t, h, c, C, seen, 0.0))
-        g *= gate
-        place = b * dq_strides[0] + t * dq_strides[1] + (h * C + c) * dq_strides[2]
-        tl.store(DQ + place, gy * (1.0 - gate), mask=seen & (c < C))
-    place = b * den_strides[0] + t * den_strides[1] + h * den_strides[2]
-    den = tl.load(DEN + place, mask=seen, other=0.0).to(tl.float32)
-    top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
+    d_num, d_den, lost = find_slopes(
+        G, Y, DEN, Q, DQ, g_strides, y_strides, den_strides, q_strides, dq_strides, b, t, h, c, seen, C
+    )
     place = SLOPES + (h * length + t) * columns + b
-    tl.store(place + c * B, g * top, mask=inside & (c < C))
-    tl.store(place + C * B, -tl.sum(gy, 2)[:, :, None] * top, mask=inside)
+    tl.store(place + c * B, d_num, mask=inside & (c < C))
+    tl.store(place + C * B, d_den, mask=inside)
     peak = tl.load(PEAK + b * total + h, mask=inside, other=FLOOR)
-    tl.store(LOST + b * total + h, 1, mask=seen & (den < LIMIT) & (peak > FLOOR))
+    tl.store(LOST + b * total + h, 1, mask=seen & lost & (peak > FLOOR))
 
 
 @triton.jit
@@ -155,13 +195,11 @@ def sources_kernel(
 ):  # fmt: skip
     """Compute the gradients of k and v of one token from those of its terms."""
     t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
-    ek, v = load_source(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C)
+    ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C)
     place = SUMS + (h * length + t) * columns + b
-    d = tl.load(place + c * B, mask=inside & (c < C), other=0.0)
-    dk = tl.sum(d * v, 2)[:, :, None] + tl.load(place + C * B, mask=inside, other=0.0)
-    tl.store(DK + b * dk_strides[0] + t * dk_strides[1] + h * dk_strides[2], dk * ek, mask=inside)
-    place = b * dv_strides[0] + t * dv_strides[1] + (h * C + c) * dv_strides[2]
-    tl.store(DV + place, d * ek, mask=inside & (c < C))
+    d_num = tl.load(place + c * B, mask=inside & (c < C), other=0.0)
+    d_den = tl.load(place + C * B, mask=inside, other=0.0)
+    store_sources(d_num, d_den, ek, v, DK, DV, dk_strides, dv_strides, b, t, h, c, inside, C)
 
 
 @triton.jit

@@ -22,7 +22,9 @@ from aft_vision.ops.common.launch import (
     pad,
     precision,
     product_type,
+    products,
     rows,
+    whole_length,
 )
 from aft_vision.ops.conv import repair_kernels as repair
 from aft_vision.ops.conv.kernels import (
@@ -34,11 +36,14 @@ from aft_vision.ops.conv.kernels import (
     weights_kernel,
     window_kernel,
 )
+from aft_vision.ops.conv.whole_kernels import LITTLE, TILES, whole_results_kernel, whole_sources_kernel
 
+# The fewest channels of a head whose product is in a kernel of whole sequences.
+NARROWEST = 4
 # Elements of a tile, of which so many sequences at most, and of the matrices of weights of heads that are made at once.
 TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
 # Those of a tile in the interpreter, so small that small tests have several.
-LITTLE, FEW = 64, 4
+LITTLE_TILE, FEW = 64, 4
 # Targets and sources of a tile of weights; targets and shifts of one of their gradients.
 WEIGHTS_TILE, GRADIENT_TILE = 32, 32
 # Tiles of tokens and channels of the repair.
@@ -66,9 +71,15 @@ class _Call:
         self.window = Window(kernel, kernel.shape[-1], 0.0 if inputs.global_context else float('-inf'))
         # Biases of the window that are looked at together.
         self.block = min(1024, triton.next_power_of_2(kernel.shape[-1] ** 2))
+        # The length to which one kernel pads sequences, or 0: pieces of few channels are not contiguous enough.
+        widest = LITTLE['COLUMNS'] if interprets() else TILES[0][0]['COLUMNS']
+        self.whole = whole_length(self.T, self.product) if NARROWEST <= self.C < widest else 0
         # Flags, all 0, of heads of sequences with underflowed targets.
-        self.peak, self.lost = largest_keys(self.k, self.mask)
-        elements, most = (LITTLE, FEW) if interprets() else (TILE, SEQUENCES)
+        if not self.whole:
+            self.peak, self.lost = largest_keys(self.k, self.mask)
+        else:
+            self.lost = torch.zeros((self.B, self.heads), dtype=torch.int32, device=self.k.device)
+        elements, most = (LITTLE_TILE, FEW) if interprets() else (TILE, SEQUENCES)
         channels, few = triton.next_power_of_2(self.C), min(most, triton.next_power_of_2(self.B))
         sequences = min(few, max(1, elements // channels))
         self.tile = {'BB': sequences, 'BH': max(1, elements // (sequences * channels)), 'BC': channels, 'C': self.C}
@@ -78,11 +89,50 @@ class _Call:
         """Return the sizes that a repair takes."""
         return self.B, self.T, self.grid[1], self.heads, self.C
 
+    def weights(self, first: int, heads: int, length: int) -> Tensor:
+        """Return the weights (heads, length, length) of targets and sources of some heads."""
+        found = torch.empty((heads, length, length), dtype=self.product, device=self.v.device)
+        window = self.window._replace(kernel=self.window.kernel[first : first + heads])
+        weights_kernel[(triton.cdiv(length, WEIGHTS_TILE) ** 2, heads)](
+            *(window, found, self.T, self.grid[1], length), BLOCK=self.block, BT=WEIGHTS_TILE, BS=WEIGHTS_TILE
+        )
+        return found
+
+    def run_whole(self, kernel: Any, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
+        """Launch a kernel over all heads of whole sequences."""
+        BC = _columns(self.C)
+        kernel[lambda tile: (triton.cdiv(self.B, tile['COLUMNS'] // BC) * self.heads,)](
+            *tensors, self.B, self.T, self.heads, *arguments, LENGTH=self.whole, C=self.C, BC=BC, **products(self.v)
+        )
+
+    def forward_whole(self, y: Tensor, den: Tensor | None) -> None:
+        """Write y and the denominators of short sequences."""
+        tensors = self.q, self.k, self.v, self.mask, self.weights(0, self.heads, self.whole), y, den, self.lost
+        self.run_whole(whole_results_kernel, tensors, *strides(self.q, self.k, self.v, y, den))
+
+    def backward_whole(
+        self, grad: Tensor, y: Tensor, den: Tensor, dq: Tensor | None, dk: Tensor, dv: Tensor, need_bias: bool
+    ) -> Tensor | None:
+        """Write the gradients of q, k and v of short sequences; return those of the weights if needed."""
+        operand = self.heads, self.length, self.B * _columns(self.C)
+        slopes, terms = (
+            torch.empty(operand, dtype=self.product, device=self.v.device) if need_bias else None for _ in range(2)
+        )
+        known = grad, y, den, self.q, self.k, self.v
+        tensors = *known, self.mask, self.weights(0, self.heads, self.whole), dq, dk, dv, slopes, terms, self.lost
+        self.run_whole(whole_sources_kernel, tensors, self.length, *strides(*known, dq, dk, dv))
+        return None if slopes is None or terms is None else multiply(slopes, terms.mT)
+
     def parts(self) -> Iterator['_Part']:
         """Yield parts of the heads whose matrices of weights are not too large together."""
         step = max(1, WEIGHTS // self.length**2)
         for first in range(0, self.heads, step):
             yield _Part(self, first, min(step, self.heads - first))
+
+
+def _columns(channels: int) -> int:
+    # Those of a head of one sequence in an operand: its channels and its key.
+    return triton.next_power_of_2(channels + 1)
 
 
 class _Part:
@@ -116,13 +166,7 @@ class _Part:
 
     def weights(self) -> Tensor:
         """Return the weights (heads, length, length) of targets and sources."""
-        call = self.call
-        found = torch.empty((self.heads, call.length, call.length), dtype=call.product, device=call.v.device)
-        window = call.window._replace(kernel=call.window.kernel[self.first : self.first + self.heads])
-        weights_kernel[(triton.cdiv(call.length, WEIGHTS_TILE) ** 2, self.heads)](
-            *(window, found, call.T, call.grid[1], call.length), BLOCK=call.block, BT=WEIGHTS_TILE, BS=WEIGHTS_TILE
-        )
-        return found
+        return self.call.weights(self.first, self.heads, self.call.length)
 
     def terms(self) -> Tensor:
         """Return the terms (heads, length, columns)."""
@@ -156,8 +200,11 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
     y, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
     with launching('conv_forward', inputs.v):
         call = _Call(inputs)
-        for part in call.parts():
-            part.forward(y, den if save else None)
+        if call.whole:
+            call.forward_whole(y, den if save else None)
+        else:
+            for part in call.parts():
+                part.forward(y, den if save else None)
         repair.forward_kernel[repairs(call.k)](
             *(call.q, call.k, call.v, call.mask, call.window, y, call.lost),
             *(*call.sizes, *strides(call.q, call.k, call.v, y)),
@@ -177,10 +224,15 @@ def conv_backward(
         call, grad, y, den = _Call(inputs, product), rows(grad), rows(y), den.contiguous()
         lines = _Lines(kernel.shape[-1], grid)
         sums, repaired = (lines.empty(call.heads if need_bias else 0, v) for _ in range(2))
-        for part in call.parts():
-            slopes = part.backward(grad, y, den, dq, dk, dv)
-            if need_bias:
-                lines.add(multiply(slopes, part.terms().mT), sums[part.first :])
+        if call.whole:
+            found = call.backward_whole(grad, y, den, dq, dk, dv, need_bias)
+            if found is not None:
+                lines.add(found, sums)
+        else:
+            for part in call.parts():
+                slopes = part.backward(grad, y, den, dq, dk, dv)
+                if need_bias:
+                    lines.add(multiply(slopes, part.terms().mT), sums[part.first :])
         tensors = grad, y, den, call.q, call.k, call.v, call.mask, call.window, call.lost
         steps = tuple(strides(grad, y, call.q, call.v)), *strides(call.k)
         repair.sources_kernel[repairs(call.k)](

@@ -19,7 +19,7 @@ REPAIR = tl.constexpr(8)
 # Tiles in the interpreter, and on a GPU with the number of warps: of elements, and of tokens and channels of whole
 # sequences, with that of stages.
 LITTLE, ELEMENTS = {'BT': 8, 'BD': 16}, ({'BT': 32, 'BD': 128}, 8)
-WHOLE = ({'BT': 32, 'BD': 32}, 4, 2), ({'BT': 64, 'BD': 32}, 8, 2), ({'BT': 64, 'BD': 64}, 8, 2)
+WHOLE = ({'BT': 32, 'BD': 32}, 8, 2), ({'BT': 64, 'BD': 32}, 8, 2), ({'BT': 64, 'BD': 64}, 8, 2)
 
 
 @triton.jit

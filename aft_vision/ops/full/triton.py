@@ -13,7 +13,6 @@ from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_ou
 from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import (
     as_bytes,
-    interprets,
     launching,
     like,
     multiply,
@@ -22,6 +21,7 @@ from aft_vision.ops.common.launch import (
     products,
     rows,
     strides,
+    whole_length,
 )
 from aft_vision.ops.full.kernels import (
     repair_kernel,
@@ -34,8 +34,6 @@ from aft_vision.ops.full.kernels import (
     whole_sources_kernel,
 )
 
-# The longest sequences whose products are in one kernel; and in the interpreter.
-WHOLE, WHOLE_LITTLE = 256, 16
 # Elements of the gradients of the bias of single sequences that are there at once.
 GRADIENTS = 1 << 25
 
@@ -43,14 +41,14 @@ GRADIENTS = 1 << 25
 class _Call:
     """The sizes of a call and its weights (length, length).
 
-    `whole` is the length to which one kernel pads sequences, or None if they are too long for it.
+    `whole` is the length to which one kernel pads sequences, or 0 if they are too long for it.
     """
 
     def __init__(self, inputs: FullInputs) -> None:
         self.q, self.k, self.v = rows(inputs.q), rows(inputs.k), rows(inputs.v)
         self.bias, self.mask, self.product = inputs.bias.contiguous(), as_bytes(inputs.mask), product_type(self.v)
         self.B, self.T, self.D = self.v.shape
-        self.length, self.whole = pad(self.T), _whole_length(self.T, self.product)
+        self.length, self.whole = pad(self.T), whole_length(self.T, self.product)
         side = self.whole or self.length
         self.weights = torch.empty((side, side), dtype=self.product, device=self.v.device)
         weights_kernel[(side,)](self.bias, self.weights, self.T, side)
@@ -79,13 +77,6 @@ class _Call:
         return found
 
 
-def _whole_length(tokens: int, product: torch.dtype) -> int | None:
-    # Float32 does not fit the shared memory of every GPU.
-    least, most = (8, WHOLE_LITTLE) if interprets() else (64, WHOLE)
-    suits = tokens <= most and (product == torch.bfloat16 or interprets())
-    return max(least, triton.next_power_of_2(tokens)) if suits else None
-
-
 def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
     """Return y and the denominators (AFT Eq. 2)."""
     y, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
@@ -93,7 +84,7 @@ def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
         call = _Call(inputs)
         q, k, v = call.q, call.k, call.v
         known, found, steps = (q, k, v, call.mask, call.bias), (y, den if save else None), strides(k, v, q)
-        if call.whole is not None:
+        if call.whole:
             call.run_whole(whole_results_kernel, (*known, call.weights, *found), steps)
         else:
             peak, _ = largest_keys(k, call.mask)
@@ -115,7 +106,7 @@ def full_backward(
         # Whether any channel of a sequence has underflowed targets.
         marked = torch.zeros(1, dtype=torch.int32, device=v.device)
         slopes = terms = None
-        if call.whole is not None:
+        if call.whole:
             lost = torch.zeros((call.B, call.D), dtype=torch.int32, device=v.device)
             if need_bias:
                 slopes, terms = call.empty(), call.empty()

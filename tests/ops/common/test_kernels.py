@@ -53,7 +53,7 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     if form == 'triton products':
         # Short sequences as longer ones.
-        monkeypatch.setattr('aft_vision.ops.full.triton.WHOLE_LITTLE', 0)
+        monkeypatch.setattr('aft_vision.ops.common.launch.WHOLE_LITTLE', 0)
     if form in ('cpp wide', 'cpp conv', 'cpp pairs'):
         # One of the two forms of AFT-conv for heads of several channels, whichever is the faster.
         (wide,) = (x for x in operator.FORMS['aft_conv'] if x.name == 'wide')
@@ -176,6 +176,10 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         ('triton', 'aft_conv', ((1, 200), 1, 3, 1, 1), '', torch.float32),
         ('triton', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked no gate', torch.float32),
         ('triton', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked no gate window alone', torch.float32),
+        ('triton products', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked', torch.float32),
+        # Operands that heads and sequences do not fill.
+        ('triton', 'aft_conv', ((2, 8), 20, 5, 4, 3), '', torch.float32),
+        ('triton', 'aft_conv', ((2, 3), 14, 5, 2, 5), 'masked no gate', torch.bfloat16),
         ('triton', 'aft_onehot', ((4, 5), 9, 3), '', torch.float32),
         ('triton', 'aft_onehot', ((3, 4), 12, 3, 3), '', torch.float32),
         ('triton', 'aft_onehot', ((2, 3), 10, 3, 5), '', torch.bfloat16),

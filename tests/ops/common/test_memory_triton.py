@@ -134,16 +134,19 @@ def test_the_checker_finds_a_wrong_access(body: Callable[..., None], words: str,
 
 
 @pytest.mark.parametrize('spread', [1.0, 30.0], ids=['ordinary', 'underflowing'])
-@pytest.mark.parametrize('name', [*KERNELS, 'full, one kernel'])
+@pytest.mark.parametrize('name', [*KERNELS, 'full whole', 'conv whole'])
 def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: str, spread: float, checker: Checker):
     from aft_vision.ops.common import verify
 
     assert set(KERNELS) == set(verify.OPERATORS)
     # Tokens that fill more than one tile and not the next.
-    grid = {'conv': (5, 7), 'local_causal': (5, 7), 'full, one kernel': (3, 5)}.get(name, (3, 7))
-    name = name.split(',')[0]
-    B, D = (2, 6) if spread == 1.0 else (1, 2)
-    shape = verify.Shape(B, grid, D, channels=2 if name in ('conv', 'onehot', 'axial') else 1, window=4)
+    grid, channels = {
+        **{'conv': ((5, 7), 2), 'onehot': ((3, 7), 2), 'axial': ((3, 7), 2), 'local_causal': ((5, 7), 1)},
+        **{'full whole': ((3, 5), 1), 'conv whole': ((3, 5), 4)},
+    }.get(name, ((3, 7), 1))
+    name = name.split()[0]
+    B, D = (2, max(6, 2 * channels)) if spread == 1.0 else (1, max(2, channels))
+    shape = verify.Shape(B, grid, D, channels, window=4)
     inputs = verify.draw_inputs(name, shape, (torch.float32,), torch.device('cpu'), spread)
     found = verify._run(verify.Form(verify.OPERATORS[name].triton, name), inputs)
     wanted = verify._run(verify.Form(verify.OPERATORS[name].torch, name), inputs._make(map(verify._double, inputs)))

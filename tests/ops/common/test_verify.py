@@ -29,7 +29,7 @@ def verify(triton_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(verify, 'is_needed', lambda device: True)
     monkeypatch.setattr(verify, 'SMALL', verify.Shape(B=1, grid=(2, 3), D=2, channels=1, window=3))
-    monkeypatch.setattr(verify, 'LARGER', {'axial': (verify.Shape(B=1, grid=(3, 5), D=2, channels=1, window=3),)})
+    monkeypatch.setattr(verify, 'OTHERS', {'axial': (verify.Shape(B=1, grid=(3, 5), D=2, channels=1, window=3),)})
     monkeypatch.setattr(verify, '_decisions', {})
     return verify
 
