@@ -44,15 +44,15 @@ def naflex_shape(model: nn.Module, max_tokens: int) -> NativeShape:
     if not isinstance(model, AFTVisionTransformer):
         raise ValueError(
             'expected a model of images of native shapes, an aft_* vision transformer or a naflexvit_* of timm, got '
-            f'{type(model).__name__}: set sizes in pixels, by data.img_size or --sizes'
+            f'{type(model).__name__}, which takes sizes in pixels'
         )
     if has_fixed_input_size(model):
         raise ValueError(
-            'expected a model of images of native shapes, got one of a fixed size: set model.dynamic_img_size=true'
+            'expected a model of images of native shapes, got one of a fixed size: create it with dynamic_img_size=True'
         )
     if model.attn_pool is not None:
         raise ValueError(
-            'expected a model of images of native shapes, got attention pooling: set model.global_pool=avg'
+            'expected a model of images of native shapes, got attention pooling: create it with global_pool=avg'
         )
     return NativeShape(max_tokens, to_2tuple(model.patch_embed.patch_size))
 

@@ -72,9 +72,9 @@ def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -
     share_help = 'the share of the training images that data.val_share held out in training'
     options = [
         split('--split', help=split_help),
-        split('--val-share', type=float, help=share_help),
-        add('--val-seed', type=int, default=0, help='data.val_seed of that training (default: 0)'),
-        add('--num-classes', type=int, help='number of classes, for a data set without this information'),
+        split('--val-share', type=parse_share, help=share_help),
+        add('--val-seed', type=parse_count, default=0, help='data.val_seed of that training (default: 0)'),
+        add('--num-classes', type=parse_positive, help='number of classes, for a data set without this information'),
         add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded'),
         add('--batch-size', type=int, default=64, help='images per batch (default: 64)'),
         add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)'),
@@ -106,6 +106,14 @@ def parse_positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f'expected a number from 1 on, got {text!r}')
     return int(text)
+
+
+def parse_share(text: str) -> float:
+    """Parse a share of images, above 0 and below 1."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f'expected a share above 0 and below 1, got {text!r}')
 
 
 def parse_sizes(text: str) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from aft_vision.data import NativeShape, Preprocessing, Source, create_eval_loader
+from aft_vision.data.datasets import MissingSplitError
 from aft_vision.evaluate import check_classes
 
 
@@ -38,8 +39,11 @@ def create_data_loader(
     )
     crop_pct = trained['crop_pct'] if args.crop_pct is None else args.crop_pct
     preprocessing = Preprocessing(size, crop_pct, trained['mean'], trained['std'])
-    loader, class_names = create_eval_loader(
-        source, preprocessing, args.batch_size, num_workers=args.workers, device=device
-    )
+    try:
+        loader, class_names = create_eval_loader(
+            source, preprocessing, args.batch_size, num_workers=args.workers, device=device
+        )
+    except MissingSplitError as error:
+        raise ValueError(f'{error}; --val-share 0.1 evaluates a tenth of the training images') from error
     check_classes(model, class_names, args.name or args.data)
     return loader, class_names

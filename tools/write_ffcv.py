@@ -15,16 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser
-
-# The keys of a config file in errors about a data set, and the options that set them here.
-OPTIONS = {
-    'set data.download=true': 'give --download',
-    'data.dir': '--data',
-    'data.name': '--name',
-    'data.num_classes': '--num-classes',
-    'data.target_key': '--target-key',
-}
+from tools.arguments import CommandParser, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,7 +34,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--workers', type=int, help='encoding processes (default: one per core)')
     parser.add_argument('--input-key', help='column of the image, of a named data set')
     parser.add_argument('--target-key', help='column of the class')
-    parser.add_argument('--num-classes', type=int, help='number of classes, for a named data set without this')
+    parser.add_argument('--num-classes', type=parse_positive, help='number of classes, if a named data set lacks it')
     parser.add_argument('--download', action='store_true', help='download a named data set if it is missing')
     parser.add_argument('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
     parser.add_argument('--overwrite', action='store_true', help='replace existing files')
@@ -52,8 +43,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for option in ('input_key', 'target_key', 'num_classes', 'download'):
         if getattr(args, option) and not args.name:
             parser.error(f'--{option.replace("_", "-")} belongs to a data set of --name')
-    if args.skip_corrupt and args.name and not args.name.lower().startswith('hfds/'):
-        parser.error(f'--skip-corrupt belongs to a folder, a tar file or a data set of hfds/, got --name {args.name}')
     return args
 
 
@@ -61,7 +50,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.data.datasets import NO_SPLIT, Source, Split, check_same_classes, open_eval_split
+from aft_vision.data.datasets import MissingSplitError, Source, Split, check_same_classes, open_eval_split
 from tools.machine import count_cores
 
 
@@ -113,11 +102,8 @@ def open_split(args: argparse.Namespace, name: str) -> Split:
             on_corrupt_image='skip' if args.skip_corrupt else 'raise',
         )
         return open_eval_split(source, 1)
-    except ValueError as error:
-        message = str(error).replace(NO_SPLIT, '; --splits names those to write')
-        for key, option in OPTIONS.items():
-            message = message.replace(key, option)
-        raise ValueError(message) from error
+    except MissingSplitError as error:
+        raise ValueError(f'{error}; --splits names those to write') from error
 
 
 if __name__ == '__main__':

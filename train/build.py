@@ -11,6 +11,7 @@ from torch import nn
 
 from aft_vision.commandline import is_user_error
 from aft_vision.data import Loaders, Preprocessing, create_eval_loader, create_loaders
+from aft_vision.data.datasets import MissingSplitError
 from aft_vision.evaluate import check_classes, initialize_model, load_model
 from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.sizes import check_image_size, has_fixed_input_size
@@ -134,18 +135,21 @@ def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
 
 def build_loaders(config: Config, world: World) -> Loaders:
     """Build the loaders of this process, with the normalisation of the model."""
-    return create_loaders(
-        config.data,
-        native_shape(config) or config.size_schedule or config.data.img_size,
-        config.data.batch_size,
-        evaluation=preprocessing_of(config),
-        eval_batch_size=config.data.eval_batch_size,
-        augment=config.augment,
-        share=world.share(config.optim.accumulate),
-        seed=config.run.seed,
-        num_workers=config.data.num_workers,
-        device=world.device,
-    )
+    try:
+        return create_loaders(
+            config.data,
+            native_shape(config) or config.size_schedule or config.data.img_size,
+            config.data.batch_size,
+            evaluation=preprocessing_of(config),
+            eval_batch_size=config.data.eval_batch_size,
+            augment=config.augment,
+            share=world.share(config.optim.accumulate),
+            seed=config.run.seed,
+            num_workers=config.data.num_workers,
+            device=world.device,
+        )
+    except MissingSplitError as error:
+        raise ValueError(f'{error}; data.val_share=0.1 holds out a tenth of the training images') from error
 
 
 def described_preprocessing(config: Config) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class DataConfig(Source):
     num_workers: int = within('[0, 1024]', 2, 'processes')
 
     def __post_init__(self) -> None:
+        # Before Source, whose errors do not have the section.
+        check_ranges(self, 'data')
         super().__post_init__()
         sizes = self.train_sizes
         require('data.train_sizes', sizes, sizes is None or len(set(sizes)) > 1, 'several sizes, or null for img_size')

@@ -38,8 +38,11 @@ FILE_SUFFIXES = ('.tar', '.beton')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
 # Names that a message lists.
 MOST_LISTED = 10
-NO_SPLIT = '; data.val_share=0.1 (--val-share 0.1 of a tool) holds a tenth of the training images apart'
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
+
+
+class MissingSplitError(ValueError):
+    """An error of a data set that has no training or evaluation split of the usual names."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,17 @@ class Source:
     on_corrupt_image: Literal['raise', 'skip'] = 'raise'
 
     def __post_init__(self) -> None:
-        check_ranges(self, 'data')
+        check_ranges(self)
         if self.on_corrupt_image not in ('raise', 'skip'):
-            raise ValueError(f"data.on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
+            raise ValueError(f"on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
         if self.name.lower().startswith('torch/') and not self.dir:
-            raise ValueError(f'expected data.dir, the folder of {self.name}, got none')
+            raise ValueError(f'expected the folder of {self.name}, got none')
         if self.name and not self.name.lower().startswith('hfds/') and self.on_corrupt_image == 'skip':
-            raise ValueError(f"data.on_corrupt_image must be 'raise' for {self.name}, whose reader decides, got 'skip'")
+            raise ValueError(f'only a folder, a tar file or hfds/ can skip corrupt images, got {self.name}')
         if self.val_share is not None and self.eval_split is not None:
-            raise ValueError(f'expected data.eval_split to be null with data.val_share, got {self.eval_split!r}')
+            raise ValueError(
+                f'expected an evaluation split or a held-out share, got both, {self.eval_split!r} and {self.val_share}'
+            )
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,9 @@ def open_eval_split(source: Source, batch_size: int) -> Split:
 def _hold_apart(split: Split, source: Source, share: float, held: bool) -> Split:
     """Return the images of a training split that `val_share` holds out, or the others."""
     if split.is_stream:
-        raise ValueError(f'data.val_share must be null for {source.name}, which can only be read in its own order')
+        raise ValueError(
+            f'expected no share to hold out of {source.name}, which can only be read in its own order, got {share}'
+        )
     targets = _targets(split.dataset)
     classes = np.zeros(len(split.dataset), int) if targets is None else np.unique(targets, return_inverse=True)[1]
     counts = np.bincount(classes)
@@ -157,7 +164,7 @@ def _hold_apart(split: Split, source: Source, share: float, held: bool) -> Split
     wanted = np.diff(np.round(share * np.cumsum(counts)), prepend=0).clip(max=counts - 1)
     if not wanted.any():
         raise ValueError(
-            f'expected data.val_share to hold an image apart, got {share} of {len(classes)} images in '
+            f'expected a share that holds out at least one image, got {share} of {len(classes)} images in '
             f'{len(counts)} classes'
         )
     draws = np.random.default_rng(derive_seed(DIVISION, source.val_seed)).random(len(classes))
@@ -202,7 +209,7 @@ def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
 
 def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_training: bool) -> Split:
     if not source.name and not source.dir:
-        raise ValueError('expected data.dir or data.name, where the images are, got neither')
+        raise ValueError('expected the folder, the tar file or the name of a data set, got none')
     if source.name:
         return _open_named(source, wanted, batch_size, seed, is_training)
     root = Path(source.dir)
@@ -239,10 +246,8 @@ def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
         path = _find(root, name)
         if path is not None:
             return path
-    raise ValueError(
-        f'expected a folder, .tar or .beton file {" or ".join(wanted)} in {root}, got only {_few(found)}'
-        f'{_advice(wanted)}'
-    )
+    message = f'expected a folder, .tar or .beton file {" or ".join(wanted)} in {root}, got only {_few(found)}'
+    raise _missing_split(message, wanted)
 
 
 def _find(root: Path, name: str) -> Path | None:
@@ -316,9 +321,8 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     return Split(dataset, names, ignored=describe_ignored(ignored))
 
 
-def _advice(wanted: Sequence[str]) -> str:
-    """Return advice for a missing split; '' if another name was requested."""
-    return NO_SPLIT if tuple(wanted) in (EVAL_SPLITS, ('train',)) else ''
+def _missing_split(message: str, wanted: Sequence[str]) -> ValueError:
+    return (MissingSplitError if tuple(wanted) in (EVAL_SPLITS, ('train',)) else ValueError)(message)
 
 
 def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str] | None) -> set[PurePosixPath]:
@@ -331,9 +335,8 @@ def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str
         if found:
             return found
     names = _few(sorted(filter(None, (parent.name for parent in parents)))) or 'none'
-    raise ValueError(
-        f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only {names}{_advice(wanted)}'
-    )
+    message = f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only {names}'
+    raise _missing_split(message, wanted)
 
 
 def _natural_order(name: str) -> tuple[list[int | str], str]:
@@ -420,7 +423,7 @@ def _check_names(names: Iterable[str], place: Path) -> None:
 def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_training: bool) -> Split:
     """Open a data set of timm's readers; map-style image data sets also name damaged images."""
     if not source.name.lower().startswith(NAMED):
-        raise ValueError(f'data.name must begin with one of {", ".join(NAMED)}, got {source.name!r}')
+        raise ValueError(f'the name of a data set must begin with one of {", ".join(NAMED)}, got {source.name!r}')
     name = wanted[0] if len(wanted) == 1 else 'validation'
     # timm treats any other name as the test split.
     if source.name.lower().startswith('torch/') and name not in TORCH_SPLITS:
@@ -443,7 +446,7 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
     except (AssertionError, RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f'expected the split {name!r} of the data set {source.name} in {source.dir or "its cache"}, got: {error}; '
-            'check data.name, data.dir, the split and the keys, or set data.download=true'
+            'check its name, its folder, the split and the keys, or download it'
         ) from error
     if type(dataset) is ImageDataset:
         dataset = CheckedImageDataset(source.dir, reader=dataset.reader)
@@ -468,12 +471,10 @@ def _known_class_names(dataset: Any, source: Source) -> list[str]:
     if not classes:
         if source.num_classes is None:
             raise ValueError(
-                f'expected data.num_classes, because {source.name} does not say how many classes it has, '
-                'at least not where data.target_key looks'
+                f'expected the number of classes or another key of the class, because {source.name} does not say how '
+                'many classes it has'
             )
         return [str(index) for index in range(source.num_classes)]
     if source.num_classes not in (None, len(classes)):
-        raise ValueError(
-            f'expected data.num_classes to be {len(classes)}, as in {source.name}, got {source.num_classes}'
-        )
+        raise ValueError(f'expected {len(classes)} classes, as in {source.name}, got {source.num_classes}')
     return [', '.join(name) if isinstance(name, tuple) else str(name) for name in classes]

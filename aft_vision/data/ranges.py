@@ -39,12 +39,13 @@ def within(interval: str, default: Any, unit: str = '') -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_ranges(section: Any, name: str) -> None:
-    """Raise a ValueError for the first number out of range in a section, a dataclass called `name`."""
+def check_ranges(section: Any, name: str = '') -> None:
+    """Raise a ValueError for the first number out of range in a dataclass, by its field in the section `name`."""
     for field in dataclasses.fields(section):
         if 'range' in field.metadata:
             more = ', or null' if field.default is None else ''
-            check_range(f'{name}.{field.name}', getattr(section, field.name), field.metadata['range'], more)
+            key = f'{name}.{field.name}' if name else field.name
+            check_range(key, getattr(section, field.name), field.metadata['range'], more)
 
 
 def check_range(key: str, value: Any, allowed: Range, more: str = '') -> None:

@@ -62,9 +62,7 @@ class WindowDataset(Dataset):
 
     def __init__(self, text: np.ndarray, context: int, seed: int) -> None:
         if len(text) < context:
-            raise ValueError(
-                f'expected at least {context} characters to train on, which is data.context, got {len(text)}'
-            )
+            raise ValueError(f'expected at least {context} characters to train on, a whole window, got {len(text)}')
         self.text, self.context, self.seed = text, context, seed
 
     def __getitem__(self, draw: Draw) -> np.ndarray:

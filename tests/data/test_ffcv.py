@@ -351,7 +351,7 @@ def test_a_file_that_ffcv_wrote_is_read_with_numbers_for_class_names(tmp_path):
 
 
 def test_another_number_of_classes_than_the_names_is_rejected(clothing):
-    with pytest.raises(ValueError, match=r'data\.num_classes to be 10, as in .*train\.json, got 11'):
+    with pytest.raises(ValueError, match=r'expected 10 classes, as in .*train\.json, got 11'):
         BetonDataset(clothing / 'train.beton', num_classes=11)
 
 

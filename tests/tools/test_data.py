@@ -47,6 +47,9 @@ def test_data_may_be_missing_only_where_it_is_not_required(capsys):
     [
         (['--val-share', '0.1', '--split', 'validation'], 'argument --split: not allowed with argument --val-share'),
         (['--workers', '-1'], "argument --workers: expected a number from 0 on, got '-1'"),
+        (['--val-share', '1'], "argument --val-share: expected a share above 0 and below 1, got '1'"),
+        (['--val-share', 'x'], "argument --val-share: expected a share above 0 and below 1, got 'x'"),
+        (['--num-classes', '0'], "argument --num-classes: expected a number from 1 on, got '0'"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_their_names(capsys, options, message):
@@ -63,4 +66,5 @@ def test_a_missing_split_is_replaced_by_a_share_where_none_was_asked_for(tmp_pat
     args = parse('--data', str(tmp_path), '--workers', '0', *options)
     with pytest.raises(ValueError, match='got only more, train') as raised:
         create_data_loader(model, (16, 16), args, torch.device('cpu'))
-    assert ('data.val_share=0.1 (--val-share 0.1 of a tool)' in str(raised.value)) is advised
+    assert ('; --val-share 0.1 evaluates' in str(raised.value)) is advised
+    assert 'data.' not in str(raised.value)

@@ -54,7 +54,8 @@ def test_ffcv_files_are_not_written_again(tmp_path):
     [
         (['--max-resolution', '20000'], ValueError, 'max_resolution to be from 1 to 18918, got 20000'),
         (['--num-classes', '7'], SystemExit, '2'),
-        (['--name', 'torch/cifar10', '--skip-corrupt'], SystemExit, '2'),
+        (['--name', 'torch/cifar10', '--skip-corrupt'], ValueError, 'hfds/ can skip corrupt images, got torch'),
+        (['--name', 'wds/', '--num-classes', '0'], SystemExit, '2'),
     ],
 )
 def test_options_that_cannot_be_are_refused(tmp_path, more, error, message):
@@ -67,14 +68,14 @@ def test_options_that_cannot_be_are_refused(tmp_path, more, error, message):
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ([], 'expected --data or --name'),
-        (['--name', 'torch/cifar10'], 'expected --data, the folder of torch/cifar10'),
-        (['--name', 'torch/cifar10', '--data', 'missing'], 'check --name, --data, .* or give --download'),
-        (['--name', 'other/x'], '--name must begin with one of torch/'),
+        ([], 'expected the folder, the tar file or the name of a data set'),
+        (['--name', 'torch/cifar10'], 'expected the folder of torch/cifar10'),
+        (['--name', 'torch/cifar10', '--data', 'missing'], 'check its name, .* or download it'),
+        (['--name', 'other/x'], 'name of a data set must begin with one of torch/'),
         (['--data', 'train_only'], '--splits names those to write'),
     ],
 )
-def test_errors_of_the_data_set_name_the_options(tmp_path, monkeypatch, options, message):
+def test_errors_of_the_data_set_have_no_keys_of_a_config(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     make_folder(tmp_path / 'train_only', {'train': ['a']})
     with pytest.raises(ValueError, match=message) as caught:

@@ -49,6 +49,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ('one_epoch', 'data.dir=/nowhere', 'got /nowhere'),
         ('one_epoch', 'data.dir=FOLDER', 'FOLDER, which is empty'),
         ('one_epoch', 'data.dir=TEXT', 'got TEXT'),
+        ('one_epoch', 'data.dir=UNDIVIDED', 'got only shoes; data.val_share=0.1 holds out a tenth'),
         ('one_epoch', 'optim.args=[1]', 'command line: optim.args = [1]: '),
         ('one_epoch', 'optim.lr=1e300', 'command line: expected optim.lr to be in (0, 1e4]'),
         ('one_epoch', 'model.act_layer=foo', "the model aft_conv_tiny, got {'num_classes': 10"),
@@ -81,8 +82,9 @@ def line_of(capsys, main, arguments: list[str]) -> str:
     ],
 )
 def test_a_wrong_value_is_one_line(tmp_path, capsys, config, arguments, said):
-    places = {'FOLDER': tmp_path / 'folder', 'TEXT': tmp_path / 'text'}
+    places = {'FOLDER': tmp_path / 'folder', 'TEXT': tmp_path / 'text', 'UNDIVIDED': tmp_path / 'images'}
     places['FOLDER'].mkdir()
+    (places['UNDIVIDED'] / 'shoes').mkdir(parents=True)
     places['TEXT'].write_text('text')
     for name, place in places.items():
         arguments, said = arguments.replace(name, str(place)), said.replace(name, str(place))

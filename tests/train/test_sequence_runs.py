@@ -158,7 +158,7 @@ def test_text8_has_a_model_of_27_symbols(arguments, tmp_path):
     ('kind', 'changes', 'message'),
     [
         ('char', ['data.vocabulary=text8'], r'27 symbols of text8 .* got \d+ .* at byte 710'),
-        ('char', ['data.context=1024'], r'at least 1024 characters to train on, which is data\.context, got 900'),
+        ('char', ['data.context=1024'], 'at least 1024 characters to train on, a whole window, got 900'),
         ('char', ['data.batch_size=64'], r'batch size must be in \[1, 28\], .*, got 64'),
         ('char', ['data.file=none'], r'a file of text, got none, which is none'),
         (

@@ -96,7 +96,7 @@ class BetonDataset(CheckedDataset):
         known = self._read_class_names(description) if description.is_file() else None
         names = known or [str(label) for label in range(num_classes or int(self.labels.max()) + 1)]
         if num_classes not in (None, len(names)):
-            raise ValueError(f'expected data.num_classes to be {len(names)}, as in {description}, got {num_classes}')
+            raise ValueError(f'expected {len(names)} classes, as in {description}, got {num_classes}')
         if not 0 <= self.labels.min() <= self.labels.max() < len(names):
             found = f'{self.labels.min()} to {self.labels.max()}'
             raise ValueError(f'expected classes from 0 to {len(names) - 1} in {self.path}, got {found}')
