@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     save_figure(draw_cost(rows), out / 'prune_bias.png')
     print(f'prune_bias.json and prune_bias.png are in {out}')
     if args.save is not None:
-        export_model(crop(prune(model, args.save)), out / 'pruned', class_names, trained)
+        export_model(crop(prune(model, args.save)), out / 'pruned', class_names, trained, card=True)
         print(f'the model pruned at {args.save:g} is in {out / "pruned"}')
     return result
 

@@ -10,9 +10,9 @@ queries and keys are left out. A patch embedding of another size and a position 
 Fine-tune the result: its queries, keys and position biases are new.
 
 Prints which tensors were copied, resampled, merged, left out or kept as initialised, and writes a folder with
-model.safetensors, config.json and transfer_report.json, for run.init_from, timm.create_model('local-dir:FOLDER',
-pretrained=True) and the other tools. Class names and preprocessing are those of the source if known. Code in a file is
-never executed.
+model.safetensors, config.json, a model card and transfer_report.json, for run.init_from, the other tools and
+timm.create_model('local-dir:FOLDER', pretrained=True). Class names and preprocessing are those of the source if known.
+Code in a file is never executed.
 """
 
 import argparse
@@ -93,10 +93,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for key, value in (source.data_config or {}).items()
         if key not in ('mean', 'std') or len(value) in (1, input_size[0])
     }
-    export_model(model, args.out, names, {**data_config, 'input_size': input_size})
+    export_model(model, args.out, names, {**data_config, 'input_size': input_size}, card=True)
     result = describe(args, rows, report)
     (args.out / 'transfer_report.json').write_text(json.dumps(result, indent=2) + '\n')
-    print(f'config.json, model.safetensors and transfer_report.json are in {args.out}')
+    print(f'the model, its card and transfer_report.json are in {args.out}')
     return result
 
 

@@ -113,7 +113,7 @@ def export_model(
     directory: str | Path,
     class_names: Sequence[str],
     data_config: dict[str, Any] | None = None,
-    card: str | None = None,
+    card: bool = False,
 ) -> None:
     """Write config.json and model.safetensors, which `timm.create_model('local-dir:DIR', pretrained=True)` loads.
 
@@ -122,7 +122,7 @@ def export_model(
     Args:
         class_names: Names in the order of the logits.
         data_config: The preprocessing to record: `input_size`, `crop_pct`, `mean`, `std`, `interpolation`.
-        card: Text of a README.md, such as from `model_card`; None writes none.
+        card: Also write a `model_card`, which replaces that of another model in the folder.
 
     Raises:
         ValueError: the model has another number of classes than `class_names`, if there are any, or was changed after
@@ -130,8 +130,8 @@ def export_model(
     """
     with _replacing_files(Path(directory)) as folder:
         _write_weights(model, folder, class_names, data_config)
-        if card is not None:
-            (folder / 'README.md').write_text(card, encoding='utf-8')
+        if card:
+            (folder / 'README.md').write_text(model_card(model, data_config=data_config), encoding='utf-8')
 
 
 def export_hub_folder(
@@ -178,7 +178,7 @@ def export_hub_folder(
         _write_weights(model, folder, cfg.get('label_names') or [], data_config)
         checks = _write_parts(model, folder, size or default_size(model), parts)
         files = [path.name for path in folder.iterdir()]
-        card = model_card(model, results, license=license, size=size, files=files)
+        card = model_card(model, results, license, data_config, files)
         (folder / 'README.md').write_text(card, encoding='utf-8')
     return checks
 
@@ -201,7 +201,7 @@ def model_card(
     model: nn.Module,
     results: Mapping[str, str] | None = None,
     license: str | None = None,
-    size: tuple[int, int] | None = None,
+    data_config: dict[str, Any] | None = None,
     files: Collection[str] = (),
 ) -> str:
     """Write the README.md of a hub folder: description, results, usage and citation.
@@ -210,16 +210,16 @@ def model_card(
         results: Metrics with their conditions: `{'Top-1 (validation, 100 epochs)': '74.8 %'}`.
         license: Licence of the weights, by the hub's names (`mit`, `apache-2.0`); None takes that of the architecture's
             pretrained configuration, or `other`.
-        size: (H, W) in pixels of its input; None means the model's default.
+        data_config: Preprocessing, as in `export_model`.
         files: Names of the folder's files, of which the card explains those for users without this package.
 
     Returns:
         Markdown with the hub's metadata header.
     """
     cfg: Any = model.pretrained_cfg
-    config = resolve_input_data_config(model)
+    config = resolve_input_data_config(model, data_config)
     is_aft = isinstance(model, AFTVisionTransformer | AFTPyramid)
-    height, width = size or default_size(model)
+    height, width = config['input_size'][-2:]
     others = 'any other that is a multiple of the patch size' if hasattr(model, 'patch_embed') else 'any other'
     sizes = 'only this size' if has_fixed_input_size(model) else others
     details = {

@@ -9,6 +9,7 @@ from helpers import CLOTHING, link_photographs, randn, save_model
 
 import aft_vision  # noqa: F401
 from aft_vision.evaluate import load_model
+from aft_vision.export import export_hub_folder
 from aft_vision.regularizers import prune
 from tools.prune_bias import main
 
@@ -100,6 +101,18 @@ def test_the_saved_model_is_the_pruned_one_for_timm(run, gumbel: bool, tmp_path)
     # It can be pruned further.
     again = run(out / 'pruned', '--thresholds', '0.5', '--rounds', '0')['rows']
     assert again[0]['sparsity'] == again[1]['sparsity'] > 0
+
+
+def test_the_card_of_another_model_in_the_folder_is_replaced(run, tmp_path):
+    checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
+    export_hub_folder(load_model(checkpoint), tmp_path / 'pruned', parts=[])
+    before = (tmp_path / 'pruned' / 'README.md').read_text()
+    run(checkpoint, '--save', '1e9', '--rounds', '0', '--size', '40x48', '--crop-pct', '0.8')
+    card, pruned = (tmp_path / 'pruned' / 'README.md').read_text(), load_model(tmp_path / 'pruned')
+    assert f'{sum(x.numel() for x in pruned.parameters()):,}' in card
+    assert '40 x 48 pixels' in card
+    assert 'crop 0.8,' in card
+    assert card != before
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from aft_vision.evaluate import load_model
-from aft_vision.export import export_model
+from aft_vision.export import export_hub_folder, export_model
 from aft_vision.models import transfer_source
 from tools.transfer_deit import main
 from train import imagenet
@@ -74,6 +74,20 @@ def test_every_form_of_a_source_makes_a_folder_that_loads(tmp_path, capsys, kind
         assert f' {row["tensors"]}  ' in line
         assert f'{row["parameters"]:,}' in line
     assert f'the source has {sum(p.numel() for p in vit.parameters()):,} parameters' in printed
+
+
+def test_the_card_of_another_model_in_the_folder_is_replaced(tmp_path):
+    source, vit = write('folder', tmp_path)
+    export_hub_folder(vit, tmp_path / 'out', parts=[])
+    before = (tmp_path / 'out' / 'README.md').read_text()
+    run(source, tmp_path / 'out')
+    card = (tmp_path / 'out' / 'README.md').read_text()
+    assert 'deit_tiny_patch16_224' in before
+    assert 'deit_tiny_patch16_224' not in card
+    assert 'aft_conv_tiny' in card
+    # The preprocessing is that of the source.
+    assert 'crop 0.7,' in card
+    assert 'mean (0.5, 0.5, 0.5)' in card
 
 
 def test_a_name_of_timm_is_made_with_its_weights(tmp_path, monkeypatch):
