@@ -5,4 +5,4 @@ from aft_vision.models.aft_vit import AFTVisionTransformer
 from aft_vision.models.decoder import AFTDecoder, bits
 from aft_vision.models.decoders import create_decoder, load_decoder, save_decoder
 from aft_vision.models.pixel import PixelDecoder, half_mask, images_to_tokens, tokens_to_images
-from aft_vision.models.session import DecoderState, Session, filter_logits
+from aft_vision.models.session import DecoderState, Session

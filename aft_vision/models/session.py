@@ -291,7 +291,8 @@ def filter_logits(
 ) -> Tensor:
     """Return the logits of the sampling distribution, minus infinity for excluded tokens.
 
-    The rules apply in the order of `transformers`: temperature, top-k, top-p.
+    The rules apply in the order of `transformers`: temperature, top-k, top-p. `check_rules` checks them, once where
+    sampling begins.
 
     Args:
         logits: (..., V).
@@ -301,11 +302,7 @@ def filter_logits(
 
     Returns:
         (..., V), 0 for the most likely token; float32, or float64 if logits are.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
-    check_rules(temperature, top_k, top_p)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     # A smaller one may be 0 in the type of the logits.
     if temperature < torch.finfo(logits.dtype).tiny:
