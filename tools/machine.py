@@ -174,7 +174,10 @@ def _cores() -> set[int]:
 
 
 def _cpu_flags() -> set[str]:
-    return set(_cpu_info('flags', 'Features').split())
+    # ATEN_CPU_CAPABILITY may limit torch, and with it our kernels, to AVX2.
+    limited = torch.backends.cpu.get_cpu_capability() in ('AVX2', 'DEFAULT')
+    flags = set(_cpu_info('flags', 'Features').split())
+    return {flag for flag in flags if not (limited and flag.startswith(('avx512', 'amx')))}
 
 
 def _processor() -> str:

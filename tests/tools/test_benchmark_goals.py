@@ -69,15 +69,19 @@ def test_a_figure_without_what_it_needs_is_open_and_fails_nothing(table, monkeyp
 
 
 @pytest.mark.parametrize(
-    ('flags', 'has_bfloat16', 'words'),
+    ('flags', 'capability', 'has_bfloat16', 'words'),
     [
-        ('flags : sse avx2 avx512f', False, 'some processor, AVX-512'),
-        ('flags\t: avx2 avx512f avx512_bf16', True, 'some processor, AVX-512 with bfloat16'),
-        ('flags : avx2', False, 'some processor, AVX2'),
-        ('flags : sse', False, 'some processor, no vector instructions known'),
+        ('flags : sse avx2 avx512f', 'AVX512', False, 'some processor, AVX-512'),
+        ('flags\t: avx2 avx512f avx512_bf16', 'AVX512', True, 'some processor, AVX-512 with bfloat16'),
+        ('flags\t: avx2 avx512f avx512_bf16', 'AVX2', False, 'some processor, AVX2'),
+        ('flags : avx2', 'AVX2', False, 'some processor, AVX2'),
+        ('flags : sse', 'DEFAULT', False, 'some processor, no vector instructions known'),
     ],
 )
-def test_a_verdict_names_the_processor_and_its_instructions(monkeypatch, tmp_path, flags, has_bfloat16, words):
+def test_a_verdict_names_the_processor_and_its_instructions(
+    monkeypatch, tmp_path, flags, capability, has_bfloat16, words
+):
+    monkeypatch.setattr('torch.backends.cpu.get_cpu_capability', lambda: capability)
     (tmp_path / 'cpuinfo').write_text(f'model name : some processor\n{flags}\n')
     monkeypatch.setattr(machine, 'Path', lambda path: tmp_path / 'cpuinfo')
     assert machine.has_bfloat16() == has_bfloat16
