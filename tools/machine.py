@@ -174,10 +174,9 @@ def _cores() -> set[int]:
 
 
 def _cpu_flags() -> set[str]:
-    # ATEN_CPU_CAPABILITY may limit torch, and with it our kernels, to AVX2.
-    limited = torch.backends.cpu.get_cpu_capability() in ('AVX2', 'DEFAULT')
-    flags = set(_cpu_info('flags', 'Features').split())
-    return {flag for flag in flags if not (limited and flag.startswith(('avx512', 'amx')))}
+    # ATEN_CPU_CAPABILITY may limit torch, and with it our kernels.
+    unused = {'AVX2': ('avx512', 'amx'), 'DEFAULT': ('avx', 'amx')}.get(torch.backends.cpu.get_cpu_capability(), ())
+    return {flag for flag in _cpu_info('flags', 'Features').split() if not flag.startswith(unused)}
 
 
 def _processor() -> str:

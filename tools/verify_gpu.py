@@ -33,7 +33,7 @@ CAPABILITIES = ('8.0', '8.6', '8.9', '9.0', '10.0', '12.0')
 # (B, grid, D, channels of a head, window) of vision models, and of text.
 IMAGE, TEXT = (8, (14, 14), 384), (2, (1, 3072), 256)
 SHAPES = {
-    'full': [(8, (1, 197), 384, 1, 1)],
+    'full': [(8, (1, 197), 384, 1, 1), (2, (1, 577), 384, 1, 1)],
     'simple': [(*IMAGE, 1, 1)],
     'conv': [(*IMAGE, 1, 11), (*IMAGE, 24, 11)],
     'onehot': [(*IMAGE, 1, 11), (*IMAGE, 24, 11)],

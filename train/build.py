@@ -1,6 +1,7 @@
 """Builders for the parts of a run: loaders, model and training state."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,15 @@ def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Mo
     Raises:
         ValueError: no weights are given, or they are for other classes or another model.
     """
-    loader, class_names = create_eval_loader(
-        config.data,
-        preprocessing_of(config),
-        config.data.eval_batch_size or config.check_parts(world.size),
-        share=world.share(config.optim.accumulate),
-        num_workers=config.data.num_workers,
-        device=world.device,
-    )
+    with _advising_share():
+        loader, class_names = create_eval_loader(
+            config.data,
+            preprocessing_of(config),
+            config.data.eval_batch_size or config.check_parts(world.size),
+            share=world.share(config.optim.accumulate),
+            num_workers=config.data.num_workers,
+            device=world.device,
+        )
     name, kwargs = model_arguments(config, num_classes=len(class_names))
     checkpoint = config.run.init_from or run_dir / BEST
     pretrained = bool(kwargs.get('pretrained')) and config.run.init_from is None
@@ -135,7 +137,7 @@ def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
 
 def build_loaders(config: Config, world: World) -> Loaders:
     """Build the loaders of this process, with the normalisation of the model."""
-    try:
+    with _advising_share():
         return create_loaders(
             config.data,
             native_shape(config) or config.size_schedule or config.data.img_size,
@@ -148,6 +150,12 @@ def build_loaders(config: Config, world: World) -> Loaders:
             num_workers=config.data.num_workers,
             device=world.device,
         )
+
+
+@contextmanager
+def _advising_share() -> Iterator[None]:
+    try:
+        yield
     except MissingSplitError as error:
         raise ValueError(f'{error}; data.val_share=0.1 holds out a tenth of the training images') from error
 

@@ -322,7 +322,10 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
 
 
 def _missing_split(message: str, wanted: Sequence[str]) -> ValueError:
-    return (MissingSplitError if tuple(wanted) in (EVAL_SPLITS, ('train',)) else ValueError)(message)
+    # A split of another name was asked for, which a share of the training images does not replace.
+    if tuple(wanted) not in (EVAL_SPLITS, ('train',)):
+        return ValueError(message)
+    return MissingSplitError(message)
 
 
 def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str] | None) -> set[PurePosixPath]:

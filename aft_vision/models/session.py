@@ -291,8 +291,8 @@ def filter_logits(
 ) -> Tensor:
     """Return the logits of the sampling distribution, minus infinity for excluded tokens.
 
-    The rules apply in the order of `transformers`: temperature, top-k, top-p. `check_rules` checks them, once where
-    sampling begins.
+    The rules apply in the order of `transformers`: temperature, top-k, top-p. They must be what `check_rules` accepts,
+    which is called once, where sampling begins.
 
     Args:
         logits: (..., V).

@@ -75,7 +75,7 @@ def test_a_figure_without_what_it_needs_is_open_and_fails_nothing(table, monkeyp
         ('flags\t: avx2 avx512f avx512_bf16', 'AVX512', True, 'some processor, AVX-512 with bfloat16'),
         ('flags\t: avx2 avx512f avx512_bf16', 'AVX2', False, 'some processor, AVX2'),
         ('flags : avx2', 'AVX2', False, 'some processor, AVX2'),
-        ('flags : sse', 'DEFAULT', False, 'some processor, no vector instructions known'),
+        ('flags : avx2 avx512f', 'DEFAULT', False, 'some processor, no vector instructions known'),
     ],
 )
 def test_a_verdict_names_the_processor_and_its_instructions(

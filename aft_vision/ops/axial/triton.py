@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from aft_vision.ops.axial.eager import AxisWeights
@@ -110,7 +109,7 @@ class _Call:
         self.biases = Biases(*(axis.offsets.contiguous() for axis in axes))
         # Flags, all 0, of heads of sequences with underflowed targets.
         self.peak, self.lost = largest_keys(rows(k), self.mask)
-        self.constants = products(v) | {'PRODUCT': tl.bfloat16 if product == torch.bfloat16 else tl.float32}
+        self.constants = products(product)
         self.along_rows = Axis(self.height, self.width, self.width, 1)
         self.along_columns = Axis(self.width, self.height, 1, self.width)
 

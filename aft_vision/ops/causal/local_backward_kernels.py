@@ -139,13 +139,14 @@ def band_kernel(
         c = strip % strips * BD + tl.arange(0, BD)
         r_num, r_den = load_pair(R, b, j, c, B, blocks, D, BC)
         ekv, ek = load_pair(TERMS, b, i, c, B, blocks, D, BC)
-        scale = tl.exp(fall)[None, :]
+        # In two steps, as in the forward.
+        scale = tl.exp(0.5 * fall)[None, :]
         # Under way during the products.
         fall = load_fall(PAST, tl.minimum(strip + 1, last - 1), i, j, strips, blocks, D, BD)
-        sums = tl.dot((r_num * scale).to(PRODUCT), tl.trans(ekv), sums, input_precision=PRECISION)
-        sums = tl.dot((r_den * scale).to(PRODUCT), tl.trans(ek), sums, input_precision=PRECISION)
+        sums = tl.dot((r_num * scale * scale).to(PRODUCT), tl.trans(ekv), sums, input_precision=PRECISION)
+        sums = tl.dot((r_den * scale * scale).to(PRODUCT), tl.trans(ek), sums, input_precision=PRECISION)
     weight = load_weights(WEIGHTS, j, i, tiles, BC).to(tl.float32)
-    # Terms of the future may have overflowed.
+    # Sums of sources that a target does not see may be infinite, or NaN.
     grad = tl.where(weight > 0.0, sums * weight, 0.0)
     t, s = j * BC + tl.arange(0, BC), i * BC + tl.arange(0, BC)
     place = s[None, :] - t[:, None] + window - 1

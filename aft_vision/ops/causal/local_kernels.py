@@ -210,9 +210,10 @@ def forward_kernel(
         higher = load_past(PAST, b, tl.minimum(i + 1, j), 0, c, blocks, D)
         num = tl.dot(weight, ekv, num, input_precision=PRECISION)
         den = tl.dot(weight, ek, den, input_precision=PRECISION)
-        scale = tl.exp(reference - higher)[None, :]
-        num *= scale
-        den *= scale
+        # In two steps: the factor may be too small for float32 where its product with a term of e^HEADROOM is not.
+        scale = tl.exp(0.5 * (reference - higher))[None, :]
+        num = num * scale * scale
+        den = den * scale * scale
         reference = higher
     scale = tl.exp(load_past(PAST, b, j, 1, c, blocks, D) - reference)
     older = tl.load(OLDER + t, mask=t < T, other=0.0)[:, None]

@@ -28,7 +28,7 @@ class _Call:
     def __init__(self, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
         self.k, self.v, self.mask, self.band = rows(k), rows(v), as_bytes(mask), band.contiguous()
         (self.B, self.T, self.D), self.window = v.shape, band.shape[1]
-        self.products = products(v)
+        self.products = products(self.product_dtype)
         # Wider tiles of float32 spill out of the registers and do not fit the shared memory of every GPU. Those of the
         # interpreter are so small that small tests have several.
         least, side = (4, 16) if interprets() else (16, 32 if self.product_dtype == torch.float32 else 64)

@@ -207,11 +207,11 @@ def product_type(v: Tensor) -> torch.dtype:
     return torch.bfloat16 if v.dtype == torch.bfloat16 and not interprets() else torch.float32
 
 
-def products(v: Tensor) -> dict[str, Any]:
+def products(product: torch.dtype) -> dict[str, Any]:
     """Return the constants PRODUCT, the type of the operands of `tl.dot`, and PRECISION, its input_precision."""
     import triton.language as tl
 
-    return {'PRODUCT': tl.bfloat16 if product_type(v) == torch.bfloat16 else tl.float32, 'PRECISION': precision()}
+    return {'PRODUCT': tl.bfloat16 if product == torch.bfloat16 else tl.float32, 'PRECISION': precision()}
 
 
 def precision() -> str:
@@ -225,9 +225,9 @@ def pad(length: int) -> int:
 
 
 def whole_length(tokens: int, product: torch.dtype) -> int:
-    """Return the power of two to which a kernel of whole sequences pads them, or 0 if they do not fit one.
+    """Return the power of two to which a kernel of whole sequences pads them, or 0 if it does not take them.
 
-    Those of float32 products do not fit the shared memory of every GPU.
+    It takes short ones with bfloat16 products: with float32 they do not fit the shared memory of every GPU.
     """
     least, most = (8, WHOLE_LITTLE) if interprets() else (64, WHOLE)
     fits = tokens <= most and (product == torch.bfloat16 or interprets())

@@ -100,9 +100,10 @@ class _Call:
 
     def run_whole(self, kernel: Any, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
         """Launch a kernel over all heads of whole sequences."""
-        BC = _columns(self.C)
-        kernel[lambda tile: (triton.cdiv(self.B, tile['COLUMNS'] // BC) * self.heads,)](
-            *tensors, self.B, self.T, self.heads, *arguments, LENGTH=self.whole, C=self.C, BC=BC, **products(self.v)
+        columns = _columns(self.C)
+        sizes = {'LENGTH': self.whole, 'C': self.C, 'BC': columns}
+        kernel[lambda tile: (triton.cdiv(self.B, tile['COLUMNS'] // columns) * self.heads,)](
+            *tensors, self.B, self.T, self.heads, *arguments, **sizes, **products(self.product)
         )
 
     def forward_whole(self, y: Tensor, den: Tensor | None) -> None:

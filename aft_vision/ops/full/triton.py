@@ -66,7 +66,7 @@ class _Call:
     def run_whole(self, kernel: Any, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
         """Launch a kernel over all channels of whole sequences."""
         kernel[lambda tile: (triton.cdiv(self.D, tile['BD']) * self.B,)](
-            *tensors, self.T, self.D, *arguments, LENGTH=self.whole, **products(self.v)
+            *tensors, self.T, self.D, *arguments, LENGTH=self.whole, **products(self.product)
         )
 
     def terms(self, peak: Tensor) -> Tensor:

@@ -61,6 +61,15 @@ def test_references_that_jump_lose_nothing(triton_device: str):
     assert_matches_reference(local_causal, reference.aft_local_causal, inputs, nasty=True, device=triton_device)
 
 
+@pytest.mark.parametrize('jump', [90, 100, 104, 120])
+def test_a_jump_after_sources_far_above_their_reference_loses_nothing(jump: int, triton_device: str):
+    # Tokens 14 and 15 are e^60 above the reference of their block, later blocks e^jump above that.
+    inputs = make_inputs('aft_local_causal', 64, 2, 20, B=1)
+    inputs['k'][:, [14, 15, 20, 21, 22, 23]] += 60
+    inputs['k'][:, 30:] += 60 + jump
+    assert_matches_reference(local_causal, reference.aft_local_causal, inputs, device=triton_device)
+
+
 @pytest.mark.parametrize('bad', [float('nan'), float('inf'), None], ids=['NaN key', 'infinite key', 'infinite value'])
 def test_a_source_that_is_not_finite_reaches_no_earlier_target(bad: float | None, triton_device: str):
     inputs = plain(make_inputs('aft_local_causal', 36, 3, 4), device=triton_device)
