@@ -25,9 +25,11 @@ def check_size(model: nn.Module, size: Size, pad: bool = False) -> None:
     """Check that `resized_copy` supports a size, without making the copy.
 
     Raises:
-        ValueError: the model has another fixed size and no `set_input_size`, or the image is neither whole patches nor
-            padded.
+        ValueError: the size is below 1, the model has another fixed size and no `set_input_size`, or the image is
+            neither whole patches nor padded.
     """
+    if min(to_2tuple(size)) < 1:
+        raise ValueError(f'expected an image size of at least 1 px, got {size}')
     check_resizable(model, to_2tuple(size))
     if not (pad and _can_pad(model)):
         check_image_size(model, to_2tuple(size))
@@ -156,7 +158,9 @@ def resize_images(images: Tensor, size: tuple[int, int]) -> Tensor:
         return images
     scale = min(images.shape[-2] / size[0], images.shape[-1] / size[1])
     part = center_crop(images, [round(size[0] * scale), round(size[1] * scale)])
-    return F.interpolate(part, size, mode='bicubic', align_corners=False, antialias=True)
+    # torch does not interpolate half types on a CPU.
+    wide = part.to(torch.promote_types(part.dtype, torch.float32))
+    return F.interpolate(wide, size, mode='bicubic', align_corners=False, antialias=True).to(part.dtype)
 
 
 def size_label(row: Mapping[str, Any]) -> str:

@@ -86,6 +86,20 @@ def test_one_view_is_the_prediction_itself():
 
 
 @torch.no_grad()
+def test_a_model_in_bfloat16_takes_images_of_other_sizes():
+    model, images = make_model(FLEXIBLE[0], **FLEXIBLE[1]), randn(2, 3, 48, 48)
+    expected = AveragedPrediction(model, [32, 48])(images)
+    found = AveragedPrediction(model.bfloat16(), [32, 48])(images.bfloat16())
+    assert found.dtype == torch.float32
+    assert_close(found.double(), expected, 3e-2)
+
+
+def test_a_size_of_no_pixels_is_rejected():
+    with pytest.raises(ValueError, match=r'at least 1 px, got \(0, 0\)'):
+        AveragedPrediction(make_model(FLEXIBLE[0], **FLEXIBLE[1]), [0])
+
+
+@torch.no_grad()
 def test_a_flipped_average_is_the_same_for_the_mirror_image():
     averaged, images = AveragedPrediction(make_model(FLEXIBLE[0], **FLEXIBLE[1]), flip=True), randn(2, 3, 32, 48)
     assert_close(averaged(images.flip(-1)), averaged(images), 1e-12)

@@ -119,6 +119,7 @@ def model_card(folder: Path, name: str) -> str:
     commit, processor = describe_training(result)
     top1 = result['top1_float16']
     found = ' and '.join(f'{name} ({value:.2f} %)' for name, value in top1.items())
+    unrounded = '' if top1[result['best']] == max(top1.values()) else ' before rounding to float16'
     return CARD.format(
         name=name,
         model=cfg['architecture'],
@@ -132,7 +133,7 @@ def model_card(folder: Path, name: str) -> str:
         top1=top1[result['best']],
         images=len(result['right'][result['best']]),
         which={'weights': 'those', 'average': 'the moving average of those'}[result['best']],
-        chosen=f': the better of {found} on this split' if len(top1) > 1 else '',
+        chosen=f': the better of {found} on this split{unrounded}' if len(top1) > 1 else '',
         epochs=epochs,
         recipe=RECIPE,
         start=f' from the weights of {start}' if start else '',

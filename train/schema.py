@@ -142,6 +142,11 @@ class DistillConfig:
         check_ranges(self, 'distill')
         of_something = self.teacher is not None or not self.teacher_args
         require('distill.teacher_args', self.teacher_args, of_something, 'empty without distill.teacher')
+        for key in ('task_loss_weight', 'distill_loss_weight'):
+            value = getattr(self, key)
+            require(f'distill.{key}', value, self.teacher is not None or value is None, 'null without distill.teacher')
+        plain = self.teacher is not None or self.kind == 'hard'
+        require('distill.kind', self.kind, plain, 'hard, the default, without distill.teacher')
         known = not {'num_classes', 'in_chans', 'device', 'dtype'} & self.teacher_args.keys()
         require('distill.teacher_args', self.teacher_args, known, 'without num_classes, in_chans, device and dtype')
         share = self.distill_loss_weight is not None or self.task_loss_weight is None or self.task_loss_weight <= 1

@@ -216,16 +216,19 @@ def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_
     # Without splits, the class folders are divided.
     whole = (source.train_split, *EVAL_SPLITS) if source.val_share is not None else None
     if root.is_file() and root.suffix == '.tar':
-        return _open_tar(root, wanted, whole)
-    if whole is not None and root.is_dir() and not any(_find(root, name) for name in whole):
-        return _open_folder(root)
-    place = find_split(root, wanted)
-    if place.suffix == '.beton':
-        from aft_vision.data.ffcv.loader import BetonDataset
+        place, split = root, _open_tar(root, wanted, whole)
+    elif whole is not None and root.is_dir() and not any(_find(root, name) for name in whole):
+        place, split = root, _open_folder(root)
+    else:
+        place = find_split(root, wanted)
+        if place.suffix == '.beton':
+            from aft_vision.data.ffcv.loader import BetonDataset
 
-        dataset = BetonDataset(place, source.num_classes)
-        return Split(dataset, dataset.class_names, is_beton=True)
-    return _open_tar(place) if place.is_file() else _open_folder(place)
+            dataset = BetonDataset(place, source.num_classes)
+            return Split(dataset, dataset.class_names, is_beton=True)
+        split = _open_tar(place) if place.is_file() else _open_folder(place)
+    _check_count(source.num_classes, split.class_names, place)
+    return split
 
 
 def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
@@ -467,6 +470,11 @@ def _downloading_alone() -> Iterator[None]:
         yield
 
 
+def _check_count(num_classes: int | None, classes: Sequence[Any], place: str | Path) -> None:
+    if num_classes not in (None, len(classes)):
+        raise ValueError(f'expected {len(classes)} classes, as in {place}, got {num_classes}')
+
+
 def _known_class_names(dataset: Any, source: Source) -> list[str]:
     class_to_idx = getattr(getattr(dataset, 'reader', None), 'class_to_idx', None) or {}
     # torchvision's data sets have a list of names; its ImageNet has several names per class.
@@ -478,6 +486,5 @@ def _known_class_names(dataset: Any, source: Source) -> list[str]:
                 'many classes it has'
             )
         return [str(index) for index in range(source.num_classes)]
-    if source.num_classes not in (None, len(classes)):
-        raise ValueError(f'expected {len(classes)} classes, as in {source.name}, got {source.num_classes}')
+    _check_count(source.num_classes, classes, source.name)
     return [', '.join(name) if isinstance(name, tuple) else str(name) for name in classes]

@@ -116,7 +116,10 @@ def _read_binary(folder: Path, split: str) -> np.ndarray:
 
 def _read_npz(path: Path, name: str) -> np.ndarray:
     try:
-        with np.load(path) as content:
+        content = np.load(path)
+        if isinstance(content, np.ndarray):
+            raise ValueError('a single array')
+        with content:
             names = list(content)
             images = content[name] if name in names else None
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError, pickle.UnpicklingError) as error:

@@ -301,7 +301,7 @@ class AFTConv(GridMixer):
             raise ValueError('straight_through=True needs gumbel=True, got gumbel=False')
         if tau is not None and not gumbel:
             raise ValueError(f'tau={tau} needs gumbel=True, got gumbel=False')
-        if tau is not None and tau <= 0:
+        if tau is not None and not tau > 0:
             raise ValueError(f'tau must be positive, got {tau}')
         super().__init__(dim, num_heads, device=device, dtype=dtype, **kwargs)
         self.gumbel, self.straight_through, self.tau = gumbel, straight_through, 0.5 if tau is None else tau

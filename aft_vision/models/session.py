@@ -78,19 +78,21 @@ class Session:
         """Take one token and predict the next.
 
         Args:
-            token: (B,) int64; None only at the start of the sequence.
+            token: (B,) int64; None only at the start of the sequence, which is checked unless it is compiled.
 
         Returns:
             logits (B, V) of the next token, without gradients.
 
         Raises:
-            ValueError: the token is not (B,).
+            ValueError: the token is not (B,), or None after the start.
             IndexError: on a CPU, the token is outside the vocabulary, or no position is left.
         """
         model, state = self.model, self.state
         # The compiled blocks read as many rows as the state has.
         if token is not None and tuple(token.shape) != (state.batch,):
             raise ValueError(f'token must have shape ({state.batch},) to match the state, got {tuple(token.shape)}')
+        if token is None and not torch.compiler.is_compiling() and state.position.item():
+            raise ValueError('expected a token after the start of the sequence, got None')
         x = model.start_embed.expand(state.batch, -1) if token is None else model.token_embed(token)
         x = model.embed_drop(x + model.pos_embed.index_select(0, state.position.view(1)))
         if torch.compiler.is_compiling() or self._compiled is None:
@@ -122,7 +124,8 @@ class Session:
         start = int(state.position)
         inputs = tokens.shape[-1] + (start == 0)
         if tokens.ndim != 2 or len(tokens) != state.batch or inputs == 0:
-            raise ValueError(f'tokens must have shape ({state.batch}, n), got {tuple(tokens.shape)}')
+            n = 'n' if start == 0 else 'n >= 1'
+            raise ValueError(f'tokens must have shape ({state.batch}, {n}), got {tuple(tokens.shape)}')
         if start + inputs > model.context:
             raise ValueError(
                 f'expected a prompt of at most {max(model.context - max(start, 1), 0)} tokens, which leaves one of the '

@@ -43,8 +43,8 @@ def load_torch_file(path: str | Path) -> Any:
     except Exception as error:
         others = _other_contents(path) if isinstance(error, pickle.UnpicklingError) else []
         if not others:
-            # The unpickler's reason is advice to execute the code of the file.
-            reason = '' if isinstance(error, pickle.UnpicklingError) else f': {first_line(error)}'
+            # The unpickler's reason is advice to execute the code of the file, or a byte that it does not know.
+            reason = '' if isinstance(error, pickle.UnpicklingError | KeyError) else f': {first_line(error)}'
             raise ValueError(
                 f'expected a whole file of weights, got {path}, which is damaged or of another kind{reason}'
             ) from error

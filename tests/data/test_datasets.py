@@ -454,6 +454,14 @@ def test_an_impossible_source_is_rejected(options, message):
         Source(**options)
 
 
+@pytest.mark.parametrize('share', [None, 0.5])
+def test_another_number_of_classes_than_a_folder_has_is_rejected(tmp_path, share):
+    make_numbered(tmp_path if share else tmp_path / 'train', {'cat': 2, 'dog': 2})
+    assert len(open_train_split(Source(dir=str(tmp_path), val_share=share, num_classes=2), 1).class_names) == 2
+    with pytest.raises(ValueError, match=r'expected 2 classes, as in .*, got 3'):
+        open_train_split(Source(dir=str(tmp_path), val_share=share, num_classes=3), 1)
+
+
 def make_numbered(root: Path, counts: dict[str, int]) -> Path:
     """A folder of class folders without splits; every image has a grey value of its own."""
     values = iter(range(256))

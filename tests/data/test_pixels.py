@@ -159,6 +159,13 @@ def test_a_damaged_archive_is_named_with_its_sum(npz):
             read_cifar10(npz, 'train')
 
 
+def test_a_single_array_is_no_npz(npz):
+    with npz.open('wb') as file:
+        np.save(file, np.zeros((3, 32, 32, 3), np.uint8))
+    with pytest.raises(ValueError, match=r'cifar\.npz: it is no \.npz'):
+        read_cifar10(npz, 'train')
+
+
 @pytest.mark.parametrize(
     ('arrays', 'message'),
     [

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -701,6 +702,7 @@ REJECTED = [
     (ValueError, lambda: AFTOnehot(8)(randn(1, 12, 8).float()), r'AFTOnehot needs the token grid \(H, W\)'),
     (TypeError, lambda: create_mixer('onehot', 8, gumbel=True), 'gumbel'),
     (ValueError, lambda: AFTConv(8, gumbel=True, tau=0.0), 'tau must be positive, got 0.0'),
+    (ValueError, lambda: AFTConv(8, gumbel=True, tau=math.nan), 'tau must be positive, got nan'),
     (ValueError, lambda: AFTConv(8, tau=0.3), 'tau=0.3 needs gumbel=True, got gumbel=False'),
     (ValueError, lambda: AFTFull(8, num_tokens=12)(randn(1, 13, 8).float()), r'bias must have shape \(13, 13\)'),
     (ValueError, lambda: AFTFull(8, num_tokens=12)(randn(1, 12, 8).float(), (3, 4)), 'made without a grid'),

@@ -148,6 +148,7 @@ def test_a_decoder_with_numbers_of_numpy_is_read_back(tmp_path: Path):
     ('content', 'message'),
     [
         (b'no checkpoint', 'expected a whole file of weights, got .*, which is damaged or of another kind'),
+        (b'junk', 'expected a whole file of weights, got .*, which is damaged or of another kind$'),
         ({'state_dict': {}}, r"'model_args', 'state_dict', 'task'.* got \['state_dict'\]"),
         ({'state_dict': {}, 'task': 'pixel', 'model_args': {'name': 'resnet50', 'kwargs': {}}}, "got 'resnet50'"),
         ({'state_dict': {}, 'task': 'pixel', 'model_args': {'kwargs': {}}}, 'model_args with name and kwargs'),
@@ -156,7 +157,7 @@ def test_a_decoder_with_numbers_of_numpy_is_read_back(tmp_path: Path):
             'got those of another architecture: 1[0-9] missing: start_embed',
         ),
     ],
-    ids=['bytes', 'keys', 'name', 'arguments', 'weights'],
+    ids=['bytes', 'unknown byte', 'keys', 'name', 'arguments', 'weights'],
 )
 def test_a_file_that_is_no_checkpoint_is_named(content: Any, message: str, tmp_path: Path):
     path = tmp_path / 'model.pt'

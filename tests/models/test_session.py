@@ -192,6 +192,15 @@ def test_a_session_calls_modules_that_have_hooks():
     assert_close(other.step(torch.zeros(2).long()), expected.double(), 1e-5)
 
 
+def test_a_sequence_starts_once():
+    session = create().session(2)
+    session.step(None)
+    with pytest.raises(ValueError, match='expected a token after the start'):
+        session.step(None)
+    with pytest.raises(ValueError, match=r'shape \(2, n >= 1\), got \(2, 0\)'):
+        session.prefill(torch.zeros(2, 0).long())
+
+
 def test_sampling_leaves_a_model_in_its_mode():
     model = create(dropout=0.5).train()
     first = model.sample(2, seed=1)

@@ -317,6 +317,11 @@ def test_packaged_weights_are_those_of_the_run_and_have_a_card(data, docs, tmp_p
         assert words in card
     assert 'the better of weights (9.00 %) and average (10.00 %) on this split' in card
     assert '--config docs/results/data/imagenette/conv_seed0/config.yaml data.dir=' in card
+    # The better of both may be the other one after rounding.
+    result['top1_float16']['weights'] = 11.0
+    (folder / 'result.json').write_text(json.dumps(result))
+    card = package_weights.package(folder, tmp_path / 'weights').with_suffix('.md').read_text()
+    assert 'the better of weights (11.00 %) and average (10.00 %) on this split before rounding to float16' in card
     config = yaml.safe_load((folder / 'config.yaml').read_text())
     before = {path.name: path.read_bytes() for path in path.parent.iterdir()}
     with monkeypatch.context() as patch:

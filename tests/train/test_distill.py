@@ -195,7 +195,8 @@ def test_the_student_has_the_decays_that_it_has_without_a_teacher(layer_decay):
     settings = []
     for teacher in (None, 'given'):
         config = Config(
-            distill=DistillConfig(teacher, kind='feature'), optim=OptimConfig(lr=0.64, layer_decay=layer_decay)
+            distill=DistillConfig(teacher, kind='feature' if teacher else 'hard'),
+            optim=OptimConfig(lr=0.64, layer_decay=layer_decay),
         )
         student = make_student()
         state = create_state(student, config, 6, 3, HERE, teacher and make_teacher())
@@ -404,8 +405,13 @@ def test_a_teacher_that_does_not_exist_is_rejected_with_the_nearest_name_before_
         (['distill.techer=x'], r"distill\.techer = 'x' is not a key; the nearest is distill\.teacher$"),
         (['distill.teacher_args.depth=2'], r'distill\.teacher_args to be empty without distill\.teacher, got'),
         (['distill.teacher=x', 'distill.teacher_args.num_classes=10'], r"without num_classes, .*'num_classes': 10"),
+        (['distill.kind=soft'], r"distill\.kind to be hard, the default, without distill\.teacher, got 'soft'"),
+        (['distill.task_loss_weight=0.3'], r'distill\.task_loss_weight to be null without distill\.teacher, got 0\.3'),
         (['distill.temperature=3'], r'distill\.temperature to be 1 for the kind hard, which has none, got 3'),
-        (['distill.task_loss_weight=2'], r'distill\.task_loss_weight to be at most 1 without .*, got 2'),
+        (
+            ['distill.teacher=x', 'distill.task_loss_weight=2'],
+            r'distill\.task_loss_weight to be at most 1 without .*, got 2',
+        ),
     ],
 )
 def test_a_wrong_value_is_rejected_with_its_key(overrides, message):
