@@ -96,6 +96,27 @@ def test_a_wrong_value_is_one_line(tmp_path, capsys, config, arguments, said):
     assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize(
+    ('rows', 'arguments', 'said'),
+    [
+        (120, 'data.label_column=title', 'got 120 rows with 120 labels, each once, so they are no classes; '),
+        (120, 'data.label_column=title', '; see data.label_column=title, data.test_share=0.1, data.valid_share=0.1'),
+        (120, 'data.test_share=0.001', "the part 'test' to hold out at least one row, got 0.001 of 120 rows; "),
+        (120, 'data.test_share=0.001', '; see data.label_column=null, data.test_share=0.001, data.valid_share=0.1'),
+        (120, 'data.valid_share=0.001', "the part 'validation' to hold out at least one row, got 0.001 of 120 rows; "),
+        (120, 'data.max_texts=5', "the part 'test' to hold out at least one row, got 0.1 of 5 rows; "),
+        (3, 'data.split_seed=1', "the part 'test' to hold out at least one row, got 0.1 of 3 rows; "),
+        (120, 'data.label_column=stars', 'TABLE, line 1: expected the columns text, stars, got title, text, label'),
+    ],
+)
+def test_a_table_that_cannot_be_divided_is_one_line(tmp_path, capsys, rows, arguments, said):
+    table = tmp_path / 'table.csv'
+    table.write_text('title,text,label\n' + ''.join(f't{row},a b,{"xy"[row % 2]}\n' for row in range(rows)))
+    config = ROOT / 'configs' / 'smoke' / 'fastformer.yaml'
+    run = ['--quiet', '--config', str(config), f'data.path={table}', f'run.dir={tmp_path / "run"}', arguments]
+    assert said.replace('TABLE', str(table)) in line_of(capsys, train.fastformer.__main__.main, run)
+
+
 def test_a_group_that_cannot_be_joined_is_one_line(tmp_path, capsys, monkeypatch):
     arguments = ['--config', str(ROOT / 'configs' / 'smoke' / 'one_epoch.yaml'), f'run.dir={tmp_path / "run"}']
     # The port of the first process is taken.

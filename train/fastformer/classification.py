@@ -1,6 +1,6 @@
 """Text classification (Fastformer Table 4)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -154,15 +154,19 @@ def read_splits(data: ClassificationData) -> DatasetDict:
     """Read the parts `train`, `validation` and `test`, with columns `text` and `label`.
 
     Raises:
-        ValueError: a file is missing, damaged or of another layout; a validation or test part that comes with the
-            data set, or has a file of its own, has other classes than the training texts.
+        ValueError: a file is missing, damaged or of another layout, or has too few texts to divide; a
+            validation or test part that comes with the data set, or has a file of its own, has other classes than the
+            training texts.
     """
     train = read_texts(data, data.path, sample=data.max_texts, seed=data.split_seed)
     names = train.features['label'].names
     own = own_parts(data)
     shares, parts = data.drawn_shares(own), DatasetDict({'train': train})
     if len(shares) > 1:
-        parts = split_dataset(train, data.split_seed, shares, rare_to_first=True)
+        try:
+            parts = split_dataset(train, data.split_seed, shares, rare_to_first=True)
+        except ValueError as error:
+            raise ValueError(f'{data.path}: {error}; see {_name_division(data, shares)}') from error
     for part, (path, options) in own.items():
         # A smaller part may lack classes that the hub's training texts have.
         known = {'label_names': names} if data.kind == 'hub' else {}
@@ -171,6 +175,14 @@ def read_splits(data: ClassificationData) -> DatasetDict:
         if names != found:
             raise ValueError(f'expected {part} texts of the classes {", ".join(names)}, got {", ".join(found)}')
     return parts
+
+
+def _name_division(data: ClassificationData, drawn: Collection[str]) -> str:
+    """Return the keys that decide which texts the drawn parts get, with their values."""
+    shares = {'test': 'test_share', 'validation': 'valid_share'}
+    keys = ['label_column'] if data.kind in KINDS_OF_KEY['label_column'] else []
+    keys += [key for part, key in shares.items() if part in drawn]
+    return ', '.join(f'data.{key}={"null" if (value := getattr(data, key)) is None else value}' for key in keys)
 
 
 def own_parts(data: ClassificationData) -> dict[str, tuple[str, dict[str, str]]]:

@@ -87,6 +87,7 @@ def read_delimited(
     columns: Sequence[str] | None = None,
     quoted: bool = True,
     encoding: str = 'utf-8',
+    needed: Sequence[str] = (),
 ) -> Iterator[Record]:
     """Stream the rows of a CSV or TSV.
 
@@ -94,9 +95,11 @@ def read_delimited(
         columns: Their names; None where the first line holds them.
         quoted: Whether quotes may surround a field with delimiters and line ends; else a quote is a character.
         encoding: Of the characters, by its name in Python.
+        needed: Columns that must be among those of the first line.
 
     Raises:
-        ValueError: the file is damaged, or a row has another number of columns; names the line where the row begins.
+        ValueError: the file is damaged, or a row has another number of columns, or the first line lacks one; names the
+            line where the row begins.
     """
     for number, row in _read_rows(path, delimiter, quoted, encoding):
         place = f'{path}, line {number}'
@@ -104,6 +107,8 @@ def read_delimited(
             columns = row
             if len(set(columns)) < len(columns):
                 raise ValueError(f'{place}: expected column names that differ, got {", ".join(columns)}')
+            if not set(needed) <= set(columns):
+                raise missing_columns(place, needed, columns)
         elif len(row) == len(columns):
             yield Record(place, dict(zip(columns, row, strict=True)))
         else:

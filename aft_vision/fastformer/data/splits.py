@@ -21,14 +21,19 @@ def split_dataset(
         rare_to_first: Put the rows of classes with a single member into the first part; else they are an error.
 
     Raises:
-        ValueError: a class has one member, a part would be smaller than the number of classes, or the fractions do
-            not add up to 1.
+        ValueError: a class has one member, or all have, a part would be empty or smaller than the number of classes,
+            or the fractions do not add up to 1.
     """
     if len(fractions) < 2 or min(fractions.values()) <= 0 or abs(sum(fractions.values()) - 1) > 1e-6:
         raise ValueError(f'expected two or more fractions above 0 that add up to 1, got {dict(fractions)}')
     labels = np.asarray(dataset['label'])
     first, *others = fractions
     is_rare = np.bincount(labels)[labels] == 1
+    if is_rare.all():
+        raise ValueError(
+            f'expected a label that two rows or more have, got {len(labels)} rows with {len(labels)} labels, each '
+            'once, so they are no classes'
+        )
     if is_rare.any() and not rare_to_first:
         names = [dataset.features['label'].int2str(int(label)) for label in labels[is_rare]]
         raise ValueError(
@@ -38,8 +43,20 @@ def split_dataset(
     rest, rare = np.flatnonzero(~is_rare), np.flatnonzero(is_rare)
     parts: dict[str, np.ndarray] = {}
     for name in reversed(others):
-        count = round(fractions[name] * len(labels))
-        rest, parts[name] = train_test_split(rest, test_size=count, stratify=_strata(labels[rest]), random_state=seed)
+        count, strata = round(fractions[name] * len(labels)), _strata(labels[rest])
+        if count < 1:
+            raise ValueError(
+                f'expected the share of the part {name!r} to hold out at least one row, got {fractions[name]} of '
+                f'{len(labels)} rows'
+            )
+        left, least = max(len(rest) - count, 0), len(np.unique(strata))
+        if min(count, left) < least:
+            once = f'; the {len(rare)} other rows have labels that occur once' if len(rare) else ''
+            raise ValueError(
+                f'expected the part {name!r} to hold out and to leave {least} rows or more, one for each class, '
+                f'got {count} and {left} of {len(rest)}{once}'
+            )
+        rest, parts[name] = train_test_split(rest, test_size=count, stratify=strata, random_state=seed)
     parts[first] = np.concatenate([rest, rare])
     return DatasetDict({name: dataset.select(np.sort(parts[name])) for name in fractions})
 

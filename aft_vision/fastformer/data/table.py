@@ -54,7 +54,8 @@ def read_records(path: str | Path, columns: Sequence[str], quoted: bool | None =
     """Stream the rows of a table, whose format `read_table` explains.
 
     Args:
-        columns: Columns to read from a parquet file; other files are read completely.
+        columns: Columns to read from a parquet file, and that the first line of a CSV or TSV must name; other files
+            are read completely.
 
     Raises:
         ValueError: the path has another suffix.
@@ -68,7 +69,8 @@ def read_records(path: str | Path, columns: Sequence[str], quoted: bool | None =
         return read_parquet(path, columns)
     if kind in ('.csv', '.tsv'):
         is_tsv = kind == '.tsv'
-        return read_delimited(path, '\t' if is_tsv else ',', quoted=not is_tsv if quoted is None else quoted)
+        quoted = not is_tsv if quoted is None else quoted
+        return read_delimited(path, '\t' if is_tsv else ',', quoted=quoted, needed=columns)
     return read_json(path)
 
 

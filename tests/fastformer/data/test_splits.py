@@ -59,6 +59,30 @@ def test_fractions_that_do_not_add_up_are_rejected(fractions):
         split_dataset(make_dataset(60, 40), fractions=fractions)
 
 
-def test_parts_smaller_than_the_number_of_classes_are_rejected():
-    with pytest.raises(ValueError, match=r'= 1 should be greater or equal to the number of classes = 3'):
-        split_dataset(make_dataset(4, 4, 4))
+@pytest.mark.parametrize('rare_to_first', [True, False])
+def test_labels_that_all_occur_once_are_no_classes(rare_to_first):
+    with pytest.raises(
+        ValueError, match=r'label that two rows or more have, got 120 rows with 120 labels, .* no classes'
+    ):
+        split_dataset(make_dataset(*[1] * 120), rare_to_first=rare_to_first)
+
+
+@pytest.mark.parametrize(
+    ('counts', 'share', 'message'),
+    [
+        ((60, 60), 0.001, r"share of the part 'test' to hold out at least one row, got 0\.001 of 120 rows$"),
+        ((3, 2), 0.1, r"share of the part 'test' to hold out at least one row, got 0\.1 of 5 rows$"),
+        ((4, 4, 4), 0.1, r"'test' to hold out and to leave 3 rows or more, one for each class, got 1 and 11 of 12$"),
+        # A label column of titles, of which one occurs twice.
+        (
+            (*[1] * 118, 2),
+            0.1,
+            r"'test' to hold out .* 1 .* got 12 and 0 of 2; .* 118 other rows have labels that occur once",
+        ),
+        ((3, 3), 0.9, r"'test' to hold out and to leave 2 rows or more, .* got 5 and 1 of 6$"),
+    ],
+)
+def test_parts_smaller_than_the_number_of_classes_are_rejected(counts, share, message):
+    fractions = {'train': 1 - share, 'test': share}
+    with pytest.raises(ValueError, match=message):
+        split_dataset(make_dataset(*counts), fractions=fractions, rare_to_first=True)

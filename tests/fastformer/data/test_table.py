@@ -117,7 +117,7 @@ def test_a_row_of_another_kind_is_named(rows, options, message):
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
-    for name, place in (('x.csv', 'line 2'), ('x.jsonl', 'line 1'), ('x.parquet', 'row 1')):
+    for name, place in (('x.csv', 'line 1'), ('x.tsv', 'line 1'), ('x.jsonl', 'line 1'), ('x.parquet', 'row 1')):
         with pytest.raises(ValueError, match=f'{place}: expected the columns review, stars, got review, sentiment'):
             read_table(write(tmp_path, name), 'review', 'stars')
 
