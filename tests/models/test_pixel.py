@@ -148,7 +148,7 @@ def test_a_decoder_with_numbers_of_numpy_is_read_back(tmp_path: Path):
     ('content', 'message'),
     [
         (b'no checkpoint', 'expected a whole file of weights, got .*, which is damaged or of another kind'),
-        (b'junk', 'expected a whole file of weights, got .*, which is damaged or of another kind$'),
+        (b'junk\n', 'expected a whole file of weights, got .*, which is damaged or of another kind$'),
         ({'state_dict': {}}, r"'model_args', 'state_dict', 'task'.* got \['state_dict'\]"),
         ({'state_dict': {}, 'task': 'pixel', 'model_args': {'name': 'resnet50', 'kwargs': {}}}, "got 'resnet50'"),
         ({'state_dict': {}, 'task': 'pixel', 'model_args': {'kwargs': {}}}, 'model_args with name and kwargs'),
