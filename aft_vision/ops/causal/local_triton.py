@@ -28,10 +28,11 @@ class _Call:
     def __init__(self, k: Tensor, v: Tensor, band: Tensor, mask: Tensor | None) -> None:
         self.k, self.v, self.mask, self.band = rows(k), rows(v), as_bytes(mask), band.contiguous()
         (self.B, self.T, self.D), self.window = v.shape, band.shape[1]
-        self.products = products(self.product_dtype)
+        self.product = product_type(v)
+        self.products = products(self.product)
         # Wider tiles of float32 spill out of the registers and do not fit the shared memory of every GPU. Those of the
         # interpreter are so small that small tests have several.
-        least, side = (4, 16) if interprets() else (16, 32 if self.product_dtype == torch.float32 else 64)
+        least, side = (4, 16) if interprets() else (16, 32 if self.product == torch.float32 else 64)
         self.BC = min(side, 32) if self.window <= 32 else side
         self.BD = min(side, max(least, triton.next_power_of_2(self.D)))
         self.blocks, self.strips = triton.cdiv(self.T, self.BC), triton.cdiv(self.D, self.BD)
@@ -43,11 +44,6 @@ class _Call:
         self.weights, self.older = self._weights()
         # The first unmasked token of each sequence: targets before it see no source, which is not an underflow.
         self.first = None if mask is None else torch.where(mask.any(1), mask.int().argmax(1), self.T).int()
-
-    @property
-    def product_dtype(self) -> torch.dtype:
-        """Return the type of the operands of products."""
-        return product_type(self.v)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -62,12 +58,12 @@ class _Call:
     def pair(self) -> Tensor:
         """Return an uninitialised buffer (2, B, T, D) of operands of products, padded to whole blocks."""
         size = 2, self.B, self.blocks * self.BC, self.D
-        return torch.empty(size, dtype=self.product_dtype, device=self.v.device)
+        return torch.empty(size, dtype=self.product, device=self.v.device)
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         # Those of the sources of the last blocks up to a target's, and that of the sources before.
         count, rows = self.tiles * self.BC, self.blocks * self.BC
-        weights = torch.empty((rows, count), dtype=self.product_dtype, device=self.v.device)
+        weights = torch.empty((rows, count), dtype=self.product, device=self.v.device)
         older = torch.empty(self.T, dtype=torch.float32, device=self.v.device)
         device.weights_kernel[(rows,)](self.band, weights, older, self.T, self.window, count, BC=self.BC)
         return weights, older
