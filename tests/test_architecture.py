@@ -35,6 +35,7 @@ TRITON_MODULES = tuple(
     for name in (
         *('full.triton', 'full.kernels', 'simple.triton', 'simple.kernels'),
         *('conv.triton', 'conv.kernels', 'conv.repair_kernels', 'conv.onehot_triton', 'conv.onehot_kernels'),
+        'conv.direct_kernels',
         'conv.whole_kernels',
         *('axial.triton', 'axial.kernels'),
         *('causal.local_triton', 'causal.local_kernels', 'causal.local_repair_kernels'),

@@ -1,7 +1,8 @@
 """AFT-conv on a GPU (AFT Eq. 6): products by the Toeplitz matrix of each head, in torch, between Triton kernels.
 
 The terms of all sequences are columns of one product with the (T, T) weights of their head. A depthwise sum would need
-fewer products, but tensor cores compute over ten in the time of one.
+fewer products, but tensor cores compute over ten in the time of one. Few sequences with a head per channel are summed
+directly in the forward: they have too few products with each matrix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from aft_vision.ops.common.launch import (
     whole_length,
 )
 from aft_vision.ops.conv import repair_kernels as repair
+from aft_vision.ops.conv.direct_kernels import direct_kernel, table_kernel
 from aft_vision.ops.conv.kernels import (
     bands_kernel,
     results_kernel,
@@ -40,6 +42,8 @@ from aft_vision.ops.conv.whole_kernels import LITTLE, TILES, whole_results_kerne
 
 # The fewest channels of a head whose product is in a kernel of whole sequences.
 NARROWEST = 4
+# The most sequences with a head per channel that are summed directly; and in the interpreter.
+DIRECT, LITTLE_DIRECT = 8, 2
 # Elements of a tile, of which so many sequences at most, and of the matrices of weights of heads that are made at once.
 TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
 # Those of a tile in the interpreter, so small that small tests have several.
@@ -74,6 +78,7 @@ class _Call:
         # The length to which one kernel pads sequences, or 0: pieces of few channels are not contiguous enough.
         widest = LITTLE['COLUMNS'] if interprets() else TILES[0][0]['COLUMNS']
         self.whole = whole_length(self.T, self.product) if NARROWEST <= self.C < widest else 0
+        self.direct = self.C == 1 and (self.B <= LITTLE_DIRECT if interprets() else self.B <= DIRECT)
         # Flags, all 0, of heads of sequences with underflowed targets.
         if not self.whole:
             self.peak, self.lost = largest_keys(self.k, self.mask)
@@ -97,6 +102,16 @@ class _Call:
             *(window, found, self.T, self.grid[1], length), BLOCK=self.block, BT=WEIGHTS_TILE, BS=WEIGHTS_TILE
         )
         return found
+
+    def forward_direct(self, y: Tensor, den: Tensor | None) -> None:
+        """Write y and the denominators of few sequences with a head per channel."""
+        window, D = self.window, self.heads
+        table = torch.empty((window.size**2 + 1, D), dtype=torch.float32, device=self.v.device)
+        table_kernel[(D,)](window, table, D, self.T, self.grid[1], BLOCK=self.block)
+        tensors = self.q, self.k, self.v, self.mask, self.peak, table, y, den, self.lost
+        direct_kernel[lambda tile: (triton.cdiv(D, tile['BD']) * triton.cdiv(self.T, tile['BT']) * self.B,)](
+            *(*tensors, self.B, self.T, D, self.grid[1], window.size), *strides(self.q, self.k, self.v, y, den)
+        )
 
     def run_whole(self, kernel: Any, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
         """Launch a kernel over all heads of whole sequences."""
@@ -203,6 +218,8 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
         call = _Call(inputs)
         if call.whole:
             call.forward_whole(y, den if save else None)
+        elif call.direct:
+            call.forward_direct(y, den if save else None)
         else:
             for part in call.parts():
                 part.forward(y, den if save else None)

@@ -52,8 +52,9 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         monkeypatch.setattr('aft_vision.ops.axial.triton.PAIRED_LITTLE', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     if form == 'triton products':
-        # Short sequences as longer ones.
+        # Short sequences as longer ones, few as many.
         monkeypatch.setattr('aft_vision.ops.common.launch.WHOLE_LITTLE', 0)
+        monkeypatch.setattr('aft_vision.ops.conv.triton.LITTLE_DIRECT', 0)
     if form in ('cpp wide', 'cpp conv', 'cpp pairs'):
         # One of the two forms of AFT-conv for heads of several channels, whichever is the faster.
         (wide,) = (x for x in operator.FORMS['aft_conv'] if x.name == 'wide')
@@ -177,6 +178,12 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         ('triton', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked no gate', torch.float32),
         ('triton', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked no gate window alone', torch.float32),
         ('triton products', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked', torch.float32),
+        # A head per channel: lines of sources outside the windows of all targets of a tile, before and after them.
+        ('triton', 'aft_conv', ((9, 5), 18, 3), '', torch.float32),
+        ('triton', 'aft_conv', ((9, 5), 18, 3), 'masked no gate window alone', torch.float32),
+        ('triton', 'aft_conv', ((3, 6), 5, 15), 'masked', torch.bfloat16),
+        ('triton', 'aft_conv', ((2, 17), 3, 5, 3, 1), 'no gate', torch.float16),
+        ('triton products', 'aft_conv', ((3, 6), 3, 3), 'masked', torch.float32),
         # Operands that heads and sequences do not fill.
         ('triton', 'aft_conv', ((2, 8), 20, 5, 4, 3), '', torch.float32),
         ('triton', 'aft_conv', ((2, 3), 14, 5, 2, 5), 'masked no gate', torch.bfloat16),
@@ -220,6 +227,7 @@ def test_it_equals_float64(form: str, name: str, sizes: Sizes, others: str, dtyp
         ('triton', 'aft_full', (1, 3), 'no gate'),
         ('triton products', 'aft_full', (1, 3), 'no gate'),
         ('triton', 'aft_conv', ((1, 1), 3, 3, 1), ''),
+        ('triton', 'aft_conv', ((1, 1), 3, 3), ''),
         ('triton', 'aft_local_causal', (1, 3, 1), ''),
         ('triton', 'aft_simple_causal', (1, 3), 'no gate'),
         ('triton', 'aft_axial', ((1, 1), 4, (2, 9), 2), ''),
@@ -265,6 +273,14 @@ def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes:
         ('triton', 'aft_conv', ((3, 5), 4, 3, 1), 'window alone', 'ordinary', 'plus_minus_80'),
         ('triton', 'aft_conv', ((3, 5), 4, 3, 1), 'window alone', 'one_at_90', 'within_50'),
         *(
+            ('triton', 'aft_conv', ((7, 3), 2, 3, 2, 1), others, keys, bias)
+            for others, keys, bias in (
+                *product([''], ('one_at_90', 'all_at_-120', 'plus_minus_1e4', 'climbing'), ['ordinary']),
+                ('', 'ordinary', 'plus_minus_80'),
+                ('window alone', 'one_at_90', 'within_50'),
+            )
+        ),
+        *(
             ('triton', 'aft_onehot', ((3, 4), 8, 3, 8, 1), '', keys, weight)
             for keys in ('one_at_90', 'last_at_200', 'plus_minus_1e4', 'normal_30', 'all_equal')
             for weight in (-5.0, -1e4, 200.0)
@@ -299,6 +315,7 @@ def test_it_survives_nasty_inputs(
         ('triton', 'aft_simple', (9, 5)),
         ('triton', 'aft_conv', ((2, 3), 4, 3, 2)),
         ('triton', 'aft_conv', ((2, 3), 4, 3, 4)),
+        ('triton products', 'aft_conv', ((2, 3), 4, 3, 4)),
         ('triton', 'aft_onehot', ((3, 4), 6, 3, 2)),
         ('triton', 'aft_onehot', ((3, 4), 6, 3, 6)),
         ('triton', 'aft_axial', ((2, 3), 4, (2, 3), 2)),
@@ -616,7 +633,7 @@ def test_the_digits_of_many_tokens_are_kept(form: str, name: str, sizes: Sizes, 
     [
         ('triton', 'aft_full', (197, 384, 0, None, 8)),
         ('triton', 'aft_simple', (197, 384, 0, None, 8)),
-        *(('triton', 'aft_conv', ((14, 14), 384, 11, heads, 8)) for heads in (16, 384)),
+        *(('triton', 'aft_conv', ((14, 14), 384, 11, *x)) for x in ((16, 8), (384, 8), (384, 16))),
         *(('triton', 'aft_onehot', ((14, 14), 384, 3, heads, 8)) for heads in (16, 384)),
         *(('triton', 'aft_axial', ((14, 14), 384, (14, 14), heads)) for heads in (16, 384)),
         ('triton', 'aft_axial', ((48, 64), 384, (48, 64), 16)),
