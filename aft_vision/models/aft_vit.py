@@ -34,7 +34,6 @@ from aft_vision.layers import AFTBlock, AFTMixer, AFTPatchEmbed
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
-from aft_vision.models.state_dict import StateDictError as StateDictError
 from aft_vision.models.state_dict import check_state_dict, resample_rows
 from aft_vision.models.transfer_report import Report, describe_transfer
 from aft_vision.models.weight_files import packaged_weights
@@ -218,8 +217,11 @@ class AFTVisionTransformer(VisionTransformer):
             check_state_dict(self, state_dict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int] | None]:
-        # Tokens (B, T, C), and their grid where the blocks need it.
+    def _embed(self, x: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, tuple[int, int] | None, Tensor | None]:
+        # Tokens (B, T, C), their grid where the blocks need it, and their mask (B, T).
+        if attn_mask is not None and self.training and self.drops_patches:
+            raise ValueError('attn_mask needs patch_drop_rate = 0 in training, which drops other tokens in each image')
+        height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
         x = self.patch_embed(x)
         grid: tuple[int, int] | None = None
         if self.passes_grid:
@@ -230,11 +232,8 @@ class AFTVisionTransformer(VisionTransformer):
             x = x.contiguous()
         else:
             x = self._pos_embed(x)
-        return self.norm_pre(self.patch_drop(x)), grid
-
-    def _check_mask(self, attn_mask: Tensor | None) -> None:
-        if attn_mask is not None and self.training and self.drops_patches:
-            raise ValueError('attn_mask needs patch_drop_rate = 0 in training, which drops other tokens in each image')
+        mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
+        return self.norm_pre(self.patch_drop(x)), grid, mask
 
     # No causal form: only the pixel and character models, which are sequences, have one.
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
@@ -252,10 +251,7 @@ class AFTVisionTransformer(VisionTransformer):
         if not torch.jit.is_scripting():  # noqa: SIM102
             if isinstance(x, dict):
                 return self._patch_features(x, attn_mask)
-        height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
-        self._check_mask(attn_mask)
-        x, grid = self._embed(x)
-        mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
+        x, grid, mask = self._embed(x, attn_mask)
         for block in self.blocks:
             if self.grad_checkpointing and not torch.jit.is_scripting():
                 x = checkpoint(block, x, grid, mask)
@@ -324,10 +320,7 @@ class AFTVisionTransformer(VisionTransformer):
         self, x: Tensor, attn_mask: Tensor | None, taken: Sequence[int], count: int, norm: bool, final: bool
     ) -> list[Tensor]:
         # Tokens after the taken ones of the first `count` blocks, and, if wanted, the final features.
-        height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
-        self._check_mask(attn_mask)
-        x, grid = self._embed(x)
-        mask = _token_mask(attn_mask, height, width, self.num_prefix_tokens, self.attn_pool is None)
+        x, grid, mask = self._embed(x, attn_mask)
         found: list[Tensor] = []
         for i, block in enumerate(self.blocks[:count]):
             x = checkpoint(block, x, grid, mask) if self.grad_checkpointing else block(x, grid, mask)
