@@ -12,7 +12,7 @@ Importing this module registers the `aft_pyramid_*` models.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -161,49 +161,38 @@ class AFTPyramid(nn.Module):
         super().__init__()
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         attention_blocks = attention_blocks or ()
-        if not len(dims) == len(depths) == len(STRIDES):
-            raise ValueError(
-                f'dims and depths must have {len(STRIDES)} numbers each, got {tuple(dims)}, {tuple(depths)}'
-            )
-        check_attention_blocks(attention_blocks, range(sum(depths[:CONV_STAGES]), sum(depths)))
+        _check_arguments(dims, depths, num_heads, window_size, attention_blocks)
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.stride = STRIDE
         # Positions of the last map to one of a mask, along a side: more than one after a stage was removed.
         self.mask_factor = 1
         # The first layer is the 3 x 3 convolution, so that zeros at padding before it are all that a mask needs.
-        conv_args: dict[str, Any] = dict(exp_ratio=expand_ratio, act_layer=act_layer, **dd)
-        block_args: dict[str, Any] = dict(
-            mlp_ratio=mlp_ratio,
-            qkv_bias=qkv_bias,
-            init_values=init_values,
-            proj_drop=proj_drop_rate,
-            act_layer=get_act_layer(act_layer),
-            **dd,
-        )
-        axial_args: dict[str, Any] = dict(
-            query_gate=query_gate,
-            standardize_kernel=standardize_kernel,
-            resample_bias=resample_bias,
-            local_conv=local_conv,
-        )
-        for name, given in (('num_heads', num_heads), ('window_size', window_size)):
-            if not isinstance(given, int) and len(given) != 2:
-                raise ValueError(f'{name} must be one number, or two for the last two stages, got {tuple(given)}')
+        self.stem = ConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
+        conv: Callable[..., nn.Module] = partial(EdgeResidual, exp_ratio=expand_ratio, act_layer=act_layer, **dd)
+        block_args: dict[str, Any] = dict(mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, init_values=init_values, **dd)
+        block_args |= dict(proj_drop=proj_drop_rate, act_layer=get_act_layer(act_layer))
+        axial_args: dict[str, Any] = dict(query_gate=query_gate, standardize_kernel=standardize_kernel, **block_args)
+        axial_args |= dict(mixer='axial', resample_bias=resample_bias, local_conv=local_conv)
         axes = list(zip(to_2tuple(num_heads), to_2tuple(window_size), strict=True))
         rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        self.stem = ConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
         stages: list[nn.Module] = []
         for index, (width, dim) in enumerate(itertools.pairwise((stem_dim, *dims))):
             factor = STRIDE // STRIDES[index]
             if index < CONV_STAGES:
-                stages.append(_create_conv_stage(width, dim, rates[index], factor, conv_args))
+                first, *others = rates[index]
+                blocks = [conv(width, dim, stride=2, drop_path_rate=first)]
+                blocks += [conv(dim, dim, drop_path_rate=rate) for rate in others]
+                stages.append(ConvStage(blocks, factor))
             else:
-                first = sum(depths[:index])
-                attention = [place in attention_blocks for place in range(first, first + depths[index])]
                 heads, window = axes[index - CONV_STAGES]
-                mixer_args = {**axial_args, 'num_heads': heads, 'window_size': window}
-                blocks = _create_blocks(dim, rates[index], attention, block_args, mixer_args)
-                stages.append(AFTStage(EdgeResidual(width, dim, stride=2, **conv_args), blocks, factor))
+                axial_args |= dict(num_heads=heads, window_size=window)
+                blocks = [
+                    AttentionBlock(dim, attention_heads(dim), drop_path=rate, **block_args)
+                    if place in attention_blocks
+                    else AFTBlock(dim, drop_path=rate, **axial_args)
+                    for place, rate in enumerate(rates[index], start=sum(depths[:index]))
+                ]
+                stages.append(AFTStage(conv(width, dim, stride=2), blocks, factor))
         self.stages = nn.Sequential(*stages)
         self.feature_info: list[dict[str, Any]] = [
             dict(num_chs=dim, reduction=2 * stride, module=f'stages.{index}')
@@ -354,28 +343,19 @@ class AFTPyramid(nn.Module):
         return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
 
 
-def _create_conv_stage(
-    width: int, dim: int, rates: Sequence[float], factor: int, conv_args: dict[str, Any]
-) -> ConvStage:
-    first = EdgeResidual(width, dim, stride=2, drop_path_rate=rates[0], **conv_args)
-    others = [EdgeResidual(dim, dim, drop_path_rate=rate, **conv_args) for rate in rates[1:]]
-    return ConvStage([first, *others], factor)
-
-
-def _create_blocks(
-    dim: int,
-    rates: Sequence[float],
-    attention: Sequence[bool],
-    block_args: dict[str, Any],
-    mixer_args: dict[str, Any],
-) -> list[nn.Module]:
-    # Blocks of softmax attention where `attention` is true, and of AFT-axial elsewhere.
-    return [
-        AttentionBlock(dim, attention_heads(dim), drop_path=rate, **block_args)
-        if softmax
-        else AFTBlock(dim, mixer='axial', drop_path=rate, **block_args, **mixer_args)
-        for rate, softmax in zip(rates, attention, strict=True)
-    ]
+def _check_arguments(
+    dims: Sequence[int],
+    depths: Sequence[int],
+    num_heads: int | Sequence[int],
+    window_size: int | Sequence[int],
+    attention_blocks: Sequence[int],
+) -> None:
+    if not len(dims) == len(depths) == len(STRIDES):
+        raise ValueError(f'dims and depths must have {len(STRIDES)} numbers each, got {tuple(dims)}, {tuple(depths)}')
+    check_attention_blocks(attention_blocks, range(sum(depths[:CONV_STAGES]), sum(depths)))
+    for name, given in (('num_heads', num_heads), ('window_size', window_size)):
+        if not isinstance(given, int) and len(given) != 2:
+            raise ValueError(f'{name} must be one number, or two for the last two stages, got {tuple(given)}')
 
 
 # The functions of a mask are leaves for FX, which cannot branch on whether a traced argument is None.
