@@ -10,7 +10,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import timm
@@ -40,7 +40,6 @@ class SimpleFeaturePyramid(nn.Module):
         out_channels: Channels of every map.
         strides: Pixels per position of the maps: powers of two, ascending.
         extra_level: Add a map 'pool' with twice the last stride: every other position of the last map.
-        norm_layer: Builds the norms after deconvolutions and convolutions from a number of channels.
 
     Attributes:
         out_channels: As given; detectors read it.
@@ -56,7 +55,6 @@ class SimpleFeaturePyramid(nn.Module):
         out_channels: int = 256,
         strides: Sequence[int] = (4, 8, 16, 32),
         extra_level: bool = False,
-        norm_layer: Callable[[int], nn.Module] = LayerNorm2d,
     ) -> None:
         super().__init__()
         reduction, channels = _describe_single(backbone)
@@ -67,7 +65,7 @@ class SimpleFeaturePyramid(nn.Module):
         self.out_channels = out_channels
         self.strides = (*strides, *([2 * strides[-1]] if extra_level else []))
         self.extra_level = extra_level
-        self.stages = nn.ModuleList(_stage(channels, out_channels, reduction, stride, norm_layer) for stride in strides)
+        self.stages = nn.ModuleList(_stage(channels, out_channels, reduction, stride) for stride in strides)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> OrderedDict[str, Tensor]:
         """Compute the maps of a batch of images.
@@ -234,21 +232,19 @@ def _describe_single(backbone: nn.Module) -> tuple[int, int]:
     return reductions[0], channels[0]
 
 
-def _stage(
-    channels: int, out_channels: int, reduction: int, stride: int, norm_layer: Callable[[int], nn.Module]
-) -> nn.Sequential:
+def _stage(channels: int, out_channels: int, reduction: int, stride: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     while reduction > stride:
         if layers:
-            layers += [norm_layer(channels), nn.GELU()]
+            layers += [LayerNorm2d(channels), nn.GELU()]
         layers.append(nn.ConvTranspose2d(channels, channels // 2, kernel_size=2, stride=2))
         channels, reduction = channels // 2, reduction // 2
     if stride > reduction:
         layers.append(nn.MaxPool2d(stride // reduction))
     layers += [
         nn.Conv2d(channels, out_channels, kernel_size=1, bias=False),
-        norm_layer(out_channels),
+        LayerNorm2d(out_channels),
         nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False),
-        norm_layer(out_channels),
+        LayerNorm2d(out_channels),
     ]
     return nn.Sequential(*layers)
