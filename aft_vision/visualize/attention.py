@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers import AFTMixer
 from aft_vision.visualize.biases import bias_rows
-from aft_vision.visualize.capture import MixerInputs, find_mixers, mixer_inputs, run_with_hooks
+from aft_vision.visualize.capture import MixerInputs, find_mixers, mixer_inputs, run_with_hooks, token_grid
 from aft_vision.visualize.figure import (
     SEQUENTIAL,
     Block,
@@ -234,12 +234,11 @@ def draw_attention(
     *,
     max_heads: int = 16,
     chosen_layers: Sequence[int] | None = None,
-    text: str = '',
 ) -> Any:
     """Draw a token's attention over a photograph, of a ViT or of AFT: a row per layer, a column per head.
 
     Args:
-        photograph, query, max_heads, chosen_layers, text: As in `draw_implicit_attention`.
+        photograph, query, max_heads, chosen_layers: As in `draw_implicit_attention`.
         model: As in `relative_attention`.
 
     Returns:
@@ -249,23 +248,19 @@ def draw_attention(
         ValueError: the query is outside the grid, a layer does not exist, or the model has no mixer of a known kind.
         ImportError: matplotlib is not installed.
     """
-    kinds = (Attention, AFTMixer)
-    heads = choose(min(map(_heads, find_mixers(model, kinds))), max_heads)
+    heads = choose(attention_heads(model), max_heads)
+    grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
+    token = _check_query(query, grid)
     weights: list[Tensor] = []
-    grids, prefixes = [], []
 
     def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
-        weights.append(_attention(mixer, x, grid, prefix, heads)[:, _check_query(query, grid)])
-        grids.append(grid)
-        prefixes.append(prefix)
+        weights.append(_attention(mixer, x, grid, prefix, heads)[:, token])
 
-    run_with_hooks(model, photograph.images.to(next(model.parameters()).device), kinds, keep)
+    run_with_hooks(model, photograph.images.to(next(model.parameters()).device), (Attention, AFTMixer), keep)
     note = 'The softmax over the sources: of key + position bias in AFT, of query times key in a ViT.\n'
-    words = ('Attention', note, text)
-    chosen = check_indices('layer', chosen_layers, len(weights), len(weights))
-    return _draw_over(
-        photograph, {layer: weights[layer] for layer in chosen}, prefixes[0], heads, query, grids[0], words
-    )
+    chosen = {layer: weights[layer] for layer in check_indices('layer', chosen_layers, len(weights), len(weights))}
+    prefix = getattr(model, 'num_prefix_tokens', 0)
+    return _draw_over(photograph, chosen, prefix, heads, query, grid, ('Attention', note, ''))
 
 
 def _check_query(query: tuple[int, int], grid: tuple[int, int]) -> int:
