@@ -221,7 +221,7 @@ class ScheduleConfig:
         require('schedule.warmup_epochs', self.warmup_epochs, below, f'below schedule.epochs, which is {self.epochs}')
 
 
-def peak_rate(lr: float, batch_size: int) -> float:
+def peak_rate(lr: float, batch_size: int = LR_BATCH_SIZE) -> float:
     """Return the highest learning rate of an image classifier, whose `lr` is per LR_BATCH_SIZE images."""
     return lr * batch_size / LR_BATCH_SIZE
 

@@ -1,6 +1,5 @@
 """Adjustment of values that depend on values of a later layer."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ from omegaconf import OmegaConf
 
 from aft_vision.commandline import say
 from train.layers import Layer, as_yaml, level_of, value_at
-from train.schema import LR_BATCH_SIZE
+from train.schema import peak_rate
 
 # The length of a run by the length of its warm-up, if the warm-up would be longer.
 RUN_BY_WARMUP = 5
@@ -42,10 +41,9 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
     ):
         why = f'to be within schedule.max_updates = {schedule.max_updates}'
         change('schedule', 'warmup_updates', _shorter(schedule.max_updates), why, 'schedule.max_updates')
-    # For an image classifier the rate is per LR_BATCH_SIZE images.
-    by_batch = 'warmup_epochs' in schedule
-    because = ('optim.lr', 'data.batch_size') if by_batch else ('optim.lr',)
-    peak = config.optim.lr * (data.batch_size / LR_BATCH_SIZE if by_batch else 1)
+    # Only for an image classifier the rate depends on the batch.
+    because = ('optim.lr', 'data.batch_size') if 'warmup_epochs' in schedule else ('optim.lr',)
+    peak = peak_rate(*(OmegaConf.select(config, name) for name in because))
     for key in ('warmup_lr', 'min_lr'):
         if key in schedule and schedule[key] > peak > 0:
             # Scale it with the peak rate.
@@ -54,7 +52,7 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
                 _typed(config, name, value_at(layers, name, level, OmegaConf.select(defaults, name)))
                 for name in because
             ]
-            share = schedule[key] / (math.prod(before) / (LR_BATCH_SIZE if by_batch else 1))
+            share = schedule[key] / peak_rate(*before)
             value = min(float(f'{share * peak:.3g}'), peak)
             change('schedule', key, value, f'as the peak rate is {peak:.3g}', *because)
     if 'train_sizes' in data and data.train_sizes is not None:
