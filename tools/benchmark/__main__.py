@@ -157,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         precision = 'float32, or bfloat16 where the row says so' if is_goals else getattr(args, 'dtype', 'float32')
         section = import_module(f'tools.benchmark.{args.section}')
         # Each goal has its own device.
-        places = section.devices(section.choose(args.rows)) if is_goals else [device]
-        machine = '\n'.join(describe_machine(place, precision) for place in places)
-        backends = '\n'.join(map(describe_backends, places))
+        devices = section.devices(section.choose(args.rows)) if is_goals else [device]
+        machine = '\n'.join(describe_machine(each, precision) for each in devices)
+        backends = '\n'.join(map(describe_backends, devices))
         print(f'{machine}\n{backends}')
         meter = LoadMeter()
         report = section.run(args, device)
@@ -174,8 +174,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(report.head, format_rows(report.rows), *(['', format_rows(fits)] if fits else []), sep='\n')
     if load is not None:
         print(f'other processes used {load:.1%} of the cores')
-    places = ('json', 'png')
-    settings = {name: value for name, value in vars(args).items() if value is not None and name not in places}
+    files = ('json', 'png')
+    settings = {name: value for name, value in vars(args).items() if value is not None and name not in files}
     result: dict[str, Any] = {'machine': machine, 'backends': backends, 'load': load, 'settings': settings}
     result |= {'rows': report.rows, **({'fits': report.fits} if report.fits else {})}
     if args.json is not None:

@@ -162,8 +162,8 @@ def split_behaviors(
         parts = split_dataset(dataset, seed, fractions)
     elif division == 'last':
         ends = _ends(dataset, fractions)
-        bounds = zip([0, *ends], ends, strict=False)
-        parts = DatasetDict({name: dataset.select(range(*ends)) for name, ends in zip(fractions, bounds, strict=True)})
+        rows = map(range, [0, *ends[:-1]], ends)
+        parts = DatasetDict({name: dataset.select(part) for name, part in zip(fractions, rows, strict=True)})
     elif division == 'user':
         parts = _split_users(dataset, seed, fractions)
     else:

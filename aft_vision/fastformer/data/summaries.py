@@ -189,11 +189,11 @@ def tokenize_summaries(
         raise ValueError(f'max_summary_length must be at least 2, got {max_summary_length}')
 
     end: int = tokenizer.eos_token_id
-    room: int | None = None if max_summary_length is None else max_summary_length - 1
+    most: int | None = None if max_summary_length is None else max_summary_length - 1
 
     def closed(target: list[int]) -> list[int]:
         # Some tokenizers add the end token themselves.
-        return target if target[-1:] == [end] else [*target[:room], end]
+        return target if target[-1:] == [end] else [*target[:most], end]
 
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
         cut = max_summary_length is not None
