@@ -95,9 +95,11 @@ class BaselineEncoder(nn.Module):
         states, weights = [hidden_states], []
         for layer in self.layer:
             hidden_states, layer_weights = layer(hidden_states, attention_mask)
-            states.append(hidden_states)
-            weights.append(layer_weights)
-        if output_attentions and any(layer_weights is None for layer_weights in weights):
+            if output_hidden_states:
+                states.append(hidden_states)
+            if output_attentions:
+                weights.append(layer_weights)
+        if any(layer_weights is None for layer_weights in weights):
             raise ValueError(
                 f'{type(self).__name__} keeps no weights: output_attentions needs encoder_mixer "transformer" with '
                 'attn_implementation="eager", or "fastformer"'

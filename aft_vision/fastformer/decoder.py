@@ -132,7 +132,8 @@ class FastformerDecoder(nn.Module):
             past = self._read(cache, i)
             x, *new = self.layers[index](x, sources[index], source_mask, mask, *past)
             self._write(cache, i, new, inputs_embeds.shape[1])
-            states.append(x)
+            if output_hidden_states:
+                states.append(x)
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=x,
             cache=cache,

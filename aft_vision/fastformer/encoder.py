@@ -110,8 +110,11 @@ class FastformerEncoder(nn.Module):
         attentions: list[Any] = []
         for i in range(self.depth):
             x, alpha, beta = self.layers[i % len(self.layers)](x, attention_mask)
-            states.append(x)
-            attentions.append((alpha, beta))
+            # The states of all layers are most of the memory of inference.
+            if output_hidden_states:
+                states.append(x)
+            if output_attentions:
+                attentions.append((alpha, beta))
         return BaseModelOutput(
             last_hidden_state=x,
             hidden_states=tuple(states) if output_hidden_states else None,

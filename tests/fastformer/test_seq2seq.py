@@ -1,6 +1,7 @@
 """The encoder-decoder model: its loss, its cache, what it generates, files, precisions and refusals."""
 
 import copy
+import weakref
 from contextlib import nullcontext
 from functools import cache
 from itertools import product
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from aft_vision.fastformer import (
     ENCODERS,
@@ -352,6 +354,25 @@ def test_states_embeddings_and_tuples_are_returned_where_asked():
     again = model(**sources, decoder_inputs_embeds=embed(target), use_cache=False, return_dict=False)
     assert torch.equal(again[0], out.logits)
     assert model(**make_sources(), decoder_input_ids=target).decoder_hidden_states is None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize('mixer', ['fastformer', 'linear_transformer'])
+def test_inference_keeps_no_state_of_an_earlier_layer(mixer: str):
+    model = make_model(encoder_mixer=mixer, num_hidden_layers=4, decoder_layers=4, share_layers=False)
+    made, kept = [], []
+
+    def note(layer: nn.Module, args: object, output: tuple[Tensor, ...]) -> None:
+        kept.append(sum(state() is not None for state in made[:-1]))
+        made.append(weakref.ref(output[0]))
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.register_forward_hook(note)
+    model(**make_sources(), decoder_input_ids=make_ids(3, 5), use_cache=False)
+    assert len(made) == 8
+    # The decoder reads the last state of the encoder.
+    assert max(kept) <= 1
 
 
 def test_the_given_config_remains_that_of_other_models():
