@@ -65,12 +65,12 @@ def list_keys(schema: type, arguments: type | None = None) -> list[Key]:
     return keys
 
 
-def format_keys(keys: list[Key], width: int = 120) -> str:
+def format_keys(keys: list[Key]) -> str:
     """Format keys as text: a line with name, default, unit and range, followed by the meaning."""
     lines = []
     for key in keys:
         lines.append(f'{key.name}={key.default}' + (f'  ({key.limits})' if key.limits else ''))
-        lines += textwrap.wrap(key.meaning, width, initial_indent='    ', subsequent_indent='    ')
+        lines += textwrap.wrap(key.meaning, 120, initial_indent='    ', subsequent_indent='    ')
     return '\n'.join(lines)
 
 

@@ -247,8 +247,8 @@ def create_state(
     """
     native = native_shape(config)
     augmentation = BatchAugmentation if native is None else PatchAugmentation
-    augment = augmentation(config.augment, num_classes, config.optim.label_smoothing, world.device)
     threshold, smoothing = config.optim.bce_target_thresh, config.optim.label_smoothing
+    augment = augmentation(config.augment, num_classes, smoothing, world.device)
     if threshold is not None:
         least = smoothing / num_classes
         wanted = f'above optim.label_smoothing / {num_classes} classes ({least:g}), the target of all other classes'
@@ -256,8 +256,8 @@ def create_state(
     # Mixing already smooths the targets.
     loss = {
         'loss_type': config.optim.loss,
-        'bce_target_thresh': config.optim.bce_target_thresh,
-        'smoothing': config.optim.label_smoothing,
+        'bce_target_thresh': threshold,
+        'smoothing': smoothing,
         'soft_targets': config.augment.mixes,
     }
     schedule = config.size_schedule

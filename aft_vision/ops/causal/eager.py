@@ -62,7 +62,7 @@ class _Block(NamedTuple):
 class _Sequence:
     """Keys and values as (T, N) columns, and the blocks over them with their references."""
 
-    def __init__(self, inputs: Inputs, bias: CausalBias, past: 'Past | None' = None) -> None:
+    def __init__(self, inputs: Inputs, bias: CausalBias, past: Past | None = None) -> None:
         k, v, mask = inputs.k, inputs.v, inputs.mask
         self.past = past
         self.dtype, self.product_dtype = accumulate_dtype(v), product_dtype(v)
