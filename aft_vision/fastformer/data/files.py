@@ -88,6 +88,7 @@ def read_delimited(
     quoted: bool = True,
     encoding: str = 'utf-8',
     needed: Sequence[str] = (),
+    typed: bool = False,
 ) -> Iterator[Record]:
     """Stream the rows of a CSV or TSV.
 
@@ -96,6 +97,7 @@ def read_delimited(
         quoted: Whether quotes may surround a field with delimiters and line ends; else a quote is a character.
         encoding: Of the characters, by its name in Python.
         needed: Columns that must be among those of the first line.
+        typed: Whether the names in the first line end with types, which are removed, such as RecBole's `user_id:token`.
 
     Raises:
         ValueError: the file is damaged, or a row has another number of columns, or the first line lacks one; names the
@@ -104,7 +106,7 @@ def read_delimited(
     for number, row in _read_rows(path, delimiter, quoted, encoding):
         place = f'{path}, line {number}'
         if columns is None:
-            columns = row
+            columns = [name.partition(':')[0] for name in row] if typed else row
             if len(set(columns)) < len(columns):
                 raise ValueError(f'{place}: expected column names that differ, got {", ".join(columns)}')
             if not set(needed) <= set(columns):

@@ -107,7 +107,7 @@ def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | No
 
 def _as_rating(record: Record, films: News) -> Rating:
     user, film, seconds = read_rating(record, films.rows)
-    stars = record.values.get('rating')
+    stars = record.values['rating']
     if stars not in STARS:
         raise ValueError(f"{record.place}, column 'rating': expected {', '.join(STARS)}, got {stars!r}")
     return Rating(user, film, int(stars), seconds)

@@ -18,6 +18,8 @@ GENRES = (
 )
 RATING_COLUMNS = ('user_id', 'item_id', 'rating', 'timestamp')
 ITEM_COLUMNS = ('item_id', 'title', 'release_date', 'video_release_date', 'url', *GENRES)
+# Columns of RecBole's films that make their texts.
+ATOMIC_TEXTS = ('movie_title', 'release_year', 'class')
 # Parts that are read for training and for measuring.
 PARTS = ('train', 'validation', 'test')
 
@@ -60,7 +62,7 @@ def open_ratings(folder: str | Path) -> Iterator[Record]:
     """
     if _is_original(folder):
         return read_delimited(Path(folder) / 'u.data', '\t', RATING_COLUMNS, quoted=False)
-    return _without_types(read_delimited(Path(folder) / 'ml-100k.inter', '\t', quoted=False))
+    return read_delimited(Path(folder) / 'ml-100k.inter', '\t', quoted=False, needed=RATING_COLUMNS, typed=True)
 
 
 def read_rating(record: Record, rows: Mapping[str, int]) -> tuple[str, int, float]:
@@ -70,13 +72,13 @@ def read_rating(record: Record, rows: Mapping[str, int]) -> tuple[str, int, floa
         rows: `News.rows` of the films.
 
     Raises:
-        ValueError: a column is missing, a film unknown or a time no number; names line and column.
+        ValueError: a film is unknown or a time no number; names line and column.
     """
-    user, item = _field(record, 'user_id'), _field(record, 'item_id')
+    user, item = record.values['user_id'], record.values['item_id']
     if item not in rows:
         raise ValueError(f"{record.place}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
     try:
-        return user, rows[item], float(_field(record, 'timestamp'))
+        return user, rows[item], float(record.values['timestamp'])
     except ValueError as error:
         raise ValueError(f"{record.place}, column 'timestamp': expected seconds: {error}") from error
 
@@ -91,9 +93,10 @@ def read_films(folder: str | Path) -> News:
         records = read_delimited(Path(folder) / 'u.item', '|', ITEM_COLUMNS, quoted=False, encoding='latin-1')
         text = _published_text
     else:
-        records = _without_types(read_delimited(Path(folder) / 'ml-100k.item', '\t', quoted=False))
+        needed = ('item_id', *ATOMIC_TEXTS)
+        records = read_delimited(Path(folder) / 'ml-100k.item', '\t', quoted=False, needed=needed, typed=True)
         text = _atomic_text
-    found = {_field(record, 'item_id'): text(record) for record in records}
+    found = {record.values['item_id']: text(record) for record in records}
     return News(list(found), list(found.values()))
 
 
@@ -110,20 +113,7 @@ def _published_text(record: Record) -> str:
 
 
 def _atomic_text(record: Record) -> str:
-    columns = ('movie_title', 'release_year', 'class')
-    return ' '.join(filter(None, (_field(record, column) for column in columns)))
-
-
-def _without_types(records: Iterator[Record]) -> Iterator[Record]:
-    """Remove the types from RecBole's column names, such as `user_id:token`."""
-    for place, values in records:
-        yield Record(place, {column.partition(':')[0]: value for column, value in values.items()})
-
-
-def _field(record: Record, column: str) -> str:
-    if column not in record.values:
-        raise ValueError(f'{record.place}: expected a column {column}, got {", ".join(record.values):.200}')
-    return record.values[column]
+    return ' '.join(filter(None, (record.values[column] for column in ATOMIC_TEXTS)))
 
 
 def _read_watched(records: Iterator[Record], rows: dict[str, int]) -> dict[str, list[int]]:
