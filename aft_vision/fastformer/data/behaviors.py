@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from aft_vision.fastformer.data.batches import pad_rows, token_ids
 from aft_vision.fastformer.data.files import Record, missing_columns, read_json
-from aft_vision.fastformer.data.splits import FRACTIONS, split_dataset
+from aft_vision.fastformer.data.splits import FRACTIONS, check_fractions, split_dataset
 from aft_vision.fastformer.data.table import check_text
 
 KEYS = ('label', 'ad', 'behaviors')
@@ -156,8 +156,10 @@ def split_behaviors(
         fractions: Share of each part, of rows or of users; they add up to 1.
 
     Raises:
-        ValueError: no such division, rows without a user, or a part has rows of only one label.
+        ValueError: no such division, rows without a user, too few users, a part has rows of only one label, or the
+            fractions do not add up to 1.
     """
+    check_fractions(fractions)
     if division == 'random':
         parts = split_dataset(dataset, seed, fractions)
     elif division == 'last':
@@ -287,7 +289,10 @@ def _split_users(dataset: Dataset, seed: int, fractions: Mapping[str, float]) ->
     left = sum(fractions.values())
     for name in reversed(others):
         divide = GroupShuffleSplit(1, test_size=fractions[name] / left, random_state=seed)
-        kept, taken = next(divide.split(rest, groups=users[rest]))
+        try:
+            kept, taken = next(divide.split(rest, groups=users[rest]))
+        except ValueError as error:
+            raise ValueError(f'expected users for each of {dict(fractions)}, got {len(set(users))} in all') from error
         rest, found[name], left = rest[kept], rest[taken], left - fractions[name]
     found[first] = rest
     return DatasetDict({name: dataset.select(found[name]) for name in fractions})

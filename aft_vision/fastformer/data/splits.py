@@ -24,8 +24,7 @@ def split_dataset(
         ValueError: a class has one member, or all have, a part would be empty or smaller than the number of classes,
             or the fractions do not add up to 1.
     """
-    if len(fractions) < 2 or min(fractions.values()) <= 0 or abs(sum(fractions.values()) - 1) > 1e-6:
-        raise ValueError(f'expected two or more fractions above 0 that add up to 1, got {dict(fractions)}')
+    check_fractions(fractions)
     labels = np.asarray(dataset['label'])
     first, *others = fractions
     is_rare = np.bincount(labels)[labels] == 1
@@ -59,6 +58,12 @@ def split_dataset(
         rest, parts[name] = train_test_split(rest, test_size=count, stratify=strata, random_state=seed)
     parts[first] = np.concatenate([rest, rare])
     return DatasetDict({name: dataset.select(np.sort(parts[name])) for name in fractions})
+
+
+def check_fractions(fractions: Mapping[str, float]) -> None:
+    """Raise a ValueError unless these are shares of two parts or more that add up to 1."""
+    if len(fractions) < 2 or min(fractions.values()) <= 0 or abs(sum(fractions.values()) - 1) > 1e-6:
+        raise ValueError(f'expected two or more fractions above 0 that add up to 1, got {dict(fractions)}')
 
 
 def _strata(labels: np.ndarray) -> np.ndarray:

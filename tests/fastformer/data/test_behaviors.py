@@ -6,6 +6,7 @@ import torch
 from text_files import BEHAVIOR_TYPES, write_behaviors
 
 from aft_vision.fastformer.data.behaviors import (
+    DIVISIONS,
     Behavior,
     BehaviorCollator,
     BehaviorTable,
@@ -143,6 +144,16 @@ def test_parts_that_cannot_be_measured_are_errors():
         split_behaviors(dataset, 'user')
     with pytest.raises(ValueError, match="a division of random, last, user, got 'first'"):
         split_behaviors(dataset, 'first')
+    with pytest.raises(ValueError, match=r'expected users for each of .*, got 2 in all'):
+        split_behaviors(BehaviorTable().collect(requests([0, 1] * 20, users=2)), 'user')
+
+
+@pytest.mark.parametrize('division', DIVISIONS)
+@pytest.mark.parametrize('shares', [(0.5, 0.3), (0.9, 0.3), (1.2, -0.2), (1.0,), ()])
+def test_shares_that_do_not_add_up_to_all_rows_are_errors(division, shares):
+    dataset = BehaviorTable().collect(requests([0, 0, 1] * 40, users=20))
+    with pytest.raises(ValueError, match='two or more fractions above 0 that add up to 1'):
+        split_behaviors(dataset, division, fractions=dict(zip('ab', shares, strict=False)))
 
 
 @pytest.fixture
