@@ -1,5 +1,6 @@
 """Training of recommenders: what is learned, measured, written, resumed and refused."""
 
+import re
 import shutil
 from contextlib import nullcontext
 from functools import partial
@@ -163,6 +164,19 @@ def test_impressions_without_labels_are_ranked_but_not_measured(mind, tmp_path, 
     capsys.readouterr()
     fastformer.main(['--eval', *arguments(mind, tmp_path / 'run', *more)])
     assert 'ranked, without labels to measure' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(('part', 'labels'), [('valid', None), ('valid', '0'), ('test', '1'), ('train', None)])
+def test_a_part_that_cannot_be_measured_is_an_error_before_the_run_begins(mind, tmp_path, part, labels):
+    other = write_mind_behaviors(tmp_path / 'other', rows=40, labelled=labels is not None)
+    write_mind(other)
+    rows = other / 'behaviors.tsv'
+    rows.write_text(re.sub(r'(N\d+)-[01]', rf'\1-{labels}', rows.read_text()))
+    more = [f'data.{"path" if part == "train" else part + "_path"}={other}']
+    name = {'valid': 'validation'}.get(part, part)
+    with pytest.raises(ValueError, match=f"the part '{name}': expected (impressions with labels|an impression with)"):
+        fastformer.main(arguments(mind, tmp_path / 'run', *more))
+    assert not (tmp_path / 'run').exists()
 
 
 def test_the_model_remembers_the_columns_of_its_texts(mind, tmp_path):

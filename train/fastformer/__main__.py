@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
                 found = describe({name: metrics[name] for name in run.metrics if name in metrics})
                 processes.print(f'{source}, {config.data.eval_split}: {found or "ranked, without labels to measure"}')
             return None
+        run.check_splits()
         with lock_run(folder) if processes.is_main_process else nullcontext():
             if processes.is_main_process:
                 begin(run)

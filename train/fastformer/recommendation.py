@@ -135,6 +135,16 @@ class RecommendationRun(TextRun):
         news, splits = read_parts(config.data)
         return cls(config, folder, quiet, splits, news)
 
+    def check_splits(self) -> None:
+        for name, part in self.splits.items():
+            # Test impressions without labels are ranked only.
+            if name == 'test' and part.labels is None:
+                continue
+            try:
+                ClickSamples(part)
+            except ValueError as error:
+                raise ValueError(f'the part {name!r}: {error}') from error
+
     def texts(self) -> Sequence[str]:
         train = self.splits['train']
         rows = np.unique(np.concatenate([train.histories.values, train.candidates.values]))

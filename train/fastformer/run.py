@@ -81,6 +81,9 @@ class TextRun(ABC):
             ValueError: a file is missing, damaged or of another layout.
         """
 
+    def check_splits(self) -> None:  # noqa: B027
+        """Raise a ValueError if a split is unfit for training or for its measurement; here all are fit."""
+
     def counts(self) -> dict[str, int]:
         """Return the number of examples by split."""
         return {name: len(split) for name, split in self.splits.items()}

@@ -120,7 +120,7 @@ class ClickSamples(torch.utils.data.Dataset):
 
     def __init__(self, behaviors: Behaviors, negatives: int = 4, seed: int = 0) -> None:
         if behaviors.labels is None:
-            raise ValueError('expected impressions with labels to train on, got none')
+            raise ValueError('expected impressions with labels, got none')
         self.behaviors, self.negatives, self.seed = behaviors, negatives, seed
         labels = np.asarray(behaviors.labels, dtype=bool)
         impressions = np.repeat(np.arange(len(behaviors)), behaviors.candidates.sizes)
@@ -128,7 +128,7 @@ class ClickSamples(torch.utils.data.Dataset):
         self.clicks = np.flatnonzero(labels & (others[impressions] > 0))
         self.impressions = impressions[self.clicks]
         if not len(self.clicks):
-            raise ValueError('expected an impression with a clicked and another candidate to train on, got none')
+            raise ValueError('expected an impression with a clicked and another candidate, got none')
 
     def __len__(self) -> int:
         return len(self.clicks)

@@ -91,7 +91,7 @@ def test_the_test_split_has_no_labels(tmp_path, news):
     assert found.labels is None
     labelled = read_mind_behaviors(write_mind_behaviors(tmp_path), news.rows)
     assert found.candidates.values.tolist() == labelled.candidates.values.tolist()
-    with pytest.raises(ValueError, match='expected impressions with labels to train on, got none'):
+    with pytest.raises(ValueError, match='expected impressions with labels, got none'):
         ClickSamples(found)
 
 
