@@ -103,6 +103,8 @@ def check_decoder(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[st
 def check_arguments(kwargs: Mapping[str, Any], schema: type, keys: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keyword arguments of a model in the types of a dataclass's fields.
 
+    As in `timm.create_model`, None stands for the default, so it is left out where the model cannot have it.
+
     Raises:
         ValueError: one is unknown, or of the wrong type or range.
     """
@@ -110,7 +112,8 @@ def check_arguments(kwargs: Mapping[str, Any], schema: type, keys: Sequence[str]
     checked = merge_checked(OmegaConf.structured(schema), [kwargs], schema, known, prefix='model.')
     content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
     check_numbers({key: content[key] for key in kwargs})
-    return {key: content[key] for key in kwargs}
+    nullable = {each.name for each in dataclasses.fields(schema) if each.metadata['nullable']}
+    return {key: content[key] for key in kwargs if content[key] is not None or key in nullable}
 
 
 def check_numbers(kwargs: Mapping[str, Any]) -> None:
@@ -271,7 +274,10 @@ def described(name: str, hint: Any, default: str, meaning: str) -> Any:
     """Make the field of a model argument, None by default, with its description for `list_keys`."""
     numeric = supported(hint) not in (bool | None, str | None)
     limits = str(allowed_range(name) or '') if numeric else ''
-    return field(default=None, metadata={'default': default, 'limits': limits, 'meaning': meaning})
+    nullable = type(None) in typing.get_args(hint)
+    return field(
+        default=None, metadata={'default': default, 'limits': limits, 'meaning': meaning, 'nullable': nullable}
+    )
 
 
 def supported(hint: Any) -> Any:

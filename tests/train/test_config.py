@@ -8,6 +8,7 @@ import pytest
 
 from train.config import all_keys, load_config, save_config
 from train.convert_schema import ConvertConfig
+from train.fastformer.schema import check_text_model
 from train.fastformer.summarization import SummarizationConfig
 from train.fastformer.tasks import TASKS
 from train.model_section import check_decoder, check_model, decoder_schema, model_schema
@@ -103,6 +104,15 @@ def test_blocks_of_attention_are_a_list(tmp_path):
     config = load_config(tmp_path / 'file.yaml', ['model.attention_blocks=[10,11]', 'model.local_conv=true'])
     expected = {'name': 'aft_axial_tiny', 'window_size': [3, 5], 'attention_blocks': [10, 11], 'local_conv': True}
     assert config.model == expected
+
+
+def test_null_is_the_default_of_an_argument_that_the_model_cannot_have_as_none():
+    assert check_model({'name': 'aft_pyramid_nano', 'depths': None}) == {'name': 'aft_pyramid_nano'}
+    # A mixer without a window takes null, which is not the default.
+    decoder = {'name': 'aft_local_pixel', 'mixer': 'full', 'window': None}
+    assert check_decoder(decoder | {'depth': None, 'dropout': None}) == decoder
+    text = {'hidden_size': None, 'causal': None, 'initializer_range': None}
+    assert check_text_model(text, max_length=8) == {'initializer_range': None}
 
 
 def test_the_resolved_file_gives_the_same_experiment(tmp_path, vit_file):

@@ -255,7 +255,7 @@ def text_model_schema(
         more: Meanings of further keys, which are texts.
     """
     ours = [each for each in reversed(kind.__mro__) if issubclass(each, FastformerConfig)]
-    fields = {name: supported(hint) for each in ours for name, hint in each.__annotations__.items()}
+    fields = {name: hint for each in ours for name, hint in each.__annotations__.items()}
     meanings = {name: meaning for each in ours for name, meaning in meanings_of(each).items()}
     meanings |= {key: f'Not for an experiment: {reason}.' for key, reason in reserved.items()}
     preset = described('preset', str, 'null', 'A column of the Table 9 presets, which the other keys change.')
@@ -265,7 +265,11 @@ def text_model_schema(
             ('preset', str | None, preset),
             *((name, str | None, described(name, str, 'null', meaning)) for name, meaning in more.items()),
             *(
-                (name, hint, described(name, hint, as_yaml(getattr(kind, name, None)), meanings.get(name, '')))
+                (
+                    name,
+                    supported(hint),
+                    described(name, hint, as_yaml(getattr(kind, name, None)), meanings.get(name, '')),
+                )
                 for name, hint in fields.items()
             ),
         ],
