@@ -110,11 +110,13 @@ class AveragedPrediction(nn.Module):
         input_size: (H, W) of the input images, the largest height and width of the sizes; None without sizes.
 
     Raises:
-        ValueError: as in `check_size`.
+        ValueError: as in `check_size`, or sizes is a number.
     """
 
     def __init__(self, model: nn.Module, sizes: Sequence[Size] = (), flip: bool = False, pad: bool = False) -> None:
         super().__init__()
+        if isinstance(sizes, int):
+            raise ValueError(f'expected several sizes, such as [{sizes}], got {sizes}')
         self.sizes: list[tuple[int, int]] = [to_2tuple(size) for size in sizes]
         self.flip = flip
         for size in self.sizes:

@@ -99,6 +99,11 @@ def test_a_size_of_no_pixels_is_rejected():
         AveragedPrediction(make_model(FLEXIBLE[0], **FLEXIBLE[1]), [0])
 
 
+def test_one_number_is_no_list_of_sizes():
+    with pytest.raises(ValueError, match=r'several sizes, such as \[64\], got 64'):
+        AveragedPrediction(make_model(FLEXIBLE[0], **FLEXIBLE[1]), 64)
+
+
 @torch.no_grad()
 def test_a_flipped_average_is_the_same_for_the_mirror_image():
     averaged, images = AveragedPrediction(make_model(FLEXIBLE[0], **FLEXIBLE[1]), flip=True), randn(2, 3, 32, 48)
