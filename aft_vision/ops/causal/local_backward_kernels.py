@@ -13,7 +13,7 @@ from aft_vision.ops.causal.local_kernels import (
     mark_lost,
     store_pair,
 )
-from aft_vision.ops.common.kernels import load_keys, load_tile, load_values, store_tile
+from aft_vision.ops.common.kernels import load_keys, load_tile, load_values, mask_if, store_tile
 from aft_vision.ops.common.launch import tuned
 
 
@@ -80,10 +80,10 @@ def reverse_kernel(PAST, DPAST, D, blocks, BD: tl.constexpr):
 @tuned(KEY, {}, ({}, 4), ({}, 8))
 @triton.jit
 def sources_kernel(
-    R, K, V, MASK, WEIGHTS, PAST, DPAST, DK, DV, B, T, D, blocks, tiles, k_strides, v_strides,
+    R, K, V, MASK, WEIGHTS, PAST, DPAST, DK, DV, B, T, D, window, blocks, tiles, k_strides, v_strides,
     PRECISION: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of k and v."""
+    """Compute the gradients of k and v. The window is only there for KEY."""
     i, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
     s = i * BC + tl.arange(0, BC)
@@ -91,7 +91,7 @@ def sources_kernel(
     v = load_values(V, MASK, b, s, c, v_strides[0], v_strides[1], T, D)
     # For the block after all that weight it individually, a source is part of the older sums.
     later = i + tiles
-    inside = (c < D) & (later < blocks)
+    inside = mask_if(later < blocks, c < D)
     place = DPAST + (b * blocks + later) * 2 * D + c
     older_num = tl.load(place, mask=inside, other=0.0)[None, :]
     older_den = tl.load(place + D, mask=inside, other=0.0)[None, :]

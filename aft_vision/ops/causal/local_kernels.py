@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.causal.eager import HEADROOM as _HEADROOM
-from aft_vision.ops.common.kernels import FLOOR, LIMIT, load_keys, load_tile, load_values, store_tile
+from aft_vision.ops.common.kernels import FLOOR, LIMIT, load_keys, load_tile, load_values, mask_if, store_tile
 from aft_vision.ops.common.launch import tuned
 
 HEADROOM = tl.constexpr(_HEADROOM)
@@ -111,7 +111,7 @@ def weights_kernel(BAND, WEIGHTS, OLDER, T, window, count, BC: tl.constexpr, BS:
     top = tl.full([BS], FLOOR, tl.float32)
     for start in range(0, window, BS):
         place = start + tl.arange(0, BS)
-        inside = (place < window) & (place >= window - 1 - t) & (t < T)
+        inside = mask_if(t < T, (place < window) & (place >= window - 1 - t))
         top = tl.maximum(top, tl.load(BAND + t * window + place, mask=inside, other=float('-inf')).to(tl.float32))
     largest = tl.max(top, 0)
     largest = tl.where(t < window, largest, tl.maximum(largest, 0.0))
@@ -120,7 +120,7 @@ def weights_kernel(BAND, WEIGHTS, OLDER, T, window, count, BC: tl.constexpr, BS:
     for start in range(0, count, BS):
         x = start + tl.arange(0, BS)
         place = first + x - t + window - 1
-        seen = (x < count) & (first + x >= 0) & (place < window) & (t < T)
+        seen = mask_if(t < T, (x < count) & (first + x >= 0) & (place < window))
         w = tl.load(BAND + t * window + place, mask=seen & (place >= 0), other=0.0).to(tl.float32)
         tl.store(WEIGHTS + t * count + x, tl.where(seen, tl.exp(w - largest), 0.0), mask=x < count)
 
@@ -157,7 +157,7 @@ def scan_kernel(K, MASK, SUMMARY, PAST, T, D, blocks, tiles, k_strides, BD: tl.c
     PAST += b * blocks * ROWS * D + c
     for j in tl.range(0, blocks, num_stages=STAGES):
         # The block that now is before all that are weighted individually.
-        leaving, leaves = SUMMARY + (j - tiles) * 4 * D, (c < D) & (j >= tiles)
+        leaving, leaves = SUMMARY + (j - tiles) * 4 * D, mask_if(j >= tiles, c < D)
         peak = tl.load(leaving + D, mask=leaves, other=FLOOR)
         new = larger(top, peak)
         num = num * tl.exp(top - new) + tl.load(leaving + 2 * D, mask=leaves, other=0.0) * tl.exp(peak - new)

@@ -149,7 +149,7 @@ def local_causal_backward(
         backward.sources_kernel[call.grid](
             r,
             *call.keys_and_values,
-            *(call.weights, call.past, dpast, dk, dv, call.B, call.T, call.D, call.blocks, call.tiles),
+            *(call.weights, call.past, dpast, dk, dv, call.B, *call.sizes),
             *_strides(call.k, call.v),
             PRECISION=call.products['PRECISION'],
             **call.tile,

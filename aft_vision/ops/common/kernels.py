@@ -14,6 +14,15 @@ LIMIT = tl.constexpr(launch.LIMIT)
 
 
 @triton.jit
+def mask_if(condition, mask):
+    """Return a mask if a scalar condition holds, else False.
+
+    Triton 3.9's interpreter does not take `mask & condition` for a mask: it gives a comparison of scalars their type.
+    """
+    return tl.where(condition, mask, False)
+
+
+@triton.jit
 def find_seen(MASK, b, t, c, T, D):
     """Return whether tokens t of sequence b count, and channels c exist."""
     seen = (t < T)[:, None] & (c < D)[None, :]

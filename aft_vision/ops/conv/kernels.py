@@ -9,7 +9,7 @@ those of the first of `heads` of its `total` heads.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, LIMIT
+from aft_vision.ops.common.kernels import FLOOR, LIMIT, mask_if
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def load_elements(X, strides, b, t, h, c, C: tl.constexpr, seen, other):
 @triton.jit
 def load_sources(K, V, MASK, k_strides, v_strides, b, t, h, c, inside, T, C: tl.constexpr):
     """Load k and v of tokens, minus infinity and 0 where they are masked or outside the sequence."""
-    seen = inside & (t < T)
+    seen = mask_if(t < T, inside)
     if MASK is not None:
         seen = seen & (tl.load(MASK + b * T + t, mask=seen, other=0) != 0)
     k = tl.load(K + b * k_strides[0] + t * k_strides[1] + h * k_strides[2], mask=seen, other=float('-inf'))
@@ -177,7 +177,7 @@ def targets_kernel(
 ):  # fmt: skip
     """Compute the gradients of q and of the sums of one token, 0 where the denominator underflowed; marks those."""
     t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
-    seen = inside & (t < T)
+    seen = mask_if(t < T, inside)
     d_num, d_den, lost = find_slopes(
         G, Y, DEN, Q, DQ, g_strides, y_strides, den_strides, q_strides, dq_strides, b, t, h, c, seen, C
     )

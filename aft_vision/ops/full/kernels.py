@@ -11,7 +11,7 @@ in a branch that otherwise costs one reduction.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, LIMIT, load_keys, load_row, load_tile, load_values, store_tile
+from aft_vision.ops.common.kernels import FLOOR, LIMIT, load_keys, load_row, load_tile, load_values, mask_if, store_tile
 from aft_vision.ops.common.launch import tuned
 
 # Sources per step of a repair: few, so that the repair takes few registers.
@@ -97,11 +97,11 @@ def weights_kernel(BIAS, WEIGHTS, T, length, BS: tl.constexpr):
     most = tl.full([BS], FLOOR, tl.float32)
     for start in range(0, T, BS):
         s = start + tl.arange(0, BS)
-        w = tl.load(BIAS + t * T + s, mask=(s < T) & (t < T), other=float('-inf'))
+        w = tl.load(BIAS + t * T + s, mask=mask_if(t < T, s < T), other=float('-inf'))
         most = tl.maximum(most, w.to(tl.float32))
     for start in range(0, length, BS):
         s = start + tl.arange(0, BS)
-        w = tl.load(BIAS + t * T + s, mask=(s < T) & (t < T), other=float('-inf'))
+        w = tl.load(BIAS + t * T + s, mask=mask_if(t < T, s < T), other=float('-inf'))
         tl.store(WEIGHTS + t * length + s, tl.exp(w.to(tl.float32) - tl.max(most, 0)), mask=s < length)
 
 
