@@ -55,7 +55,9 @@ def list_keys(schema: type, arguments: type | None = None) -> list[Key]:
                 # Text models have no name.
                 if 'preset' not in {each.name for each in dataclasses.fields(arguments)}:
                     keys.append(Key('model.name', 'required', '', 'The name of a model, which the defaults depend on.'))
-                keys += [Key(f'model.{each.name}', **each.metadata) for each in dataclasses.fields(arguments)]
+                for each in dataclasses.fields(arguments):
+                    described = (each.metadata[name] for name in ('default', 'limits', 'meaning'))
+                    keys.append(Key(f'model.{each.name}', *described))
             continue
         meanings = meanings_of(type(default))
         for field in dataclasses.fields(default):
