@@ -15,7 +15,7 @@ LIMIT = tl.constexpr(launch.LIMIT)
 
 @triton.jit
 def mask_if(condition, mask):
-    """Return a mask if a scalar condition holds, else False.
+    """Return a mask where a condition holds, which may be a scalar, else False.
 
     Triton 3.9's interpreter does not take `mask & condition` for a mask: it gives a comparison of scalars their type.
     """

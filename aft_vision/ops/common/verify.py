@@ -70,14 +70,17 @@ class Shape(NamedTuple):
 
 # Several tiles of tokens and of channels; as in models, 16 divides D but not T.
 SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
-# Shapes of other kernels of an operator: heads of several channels, longer and more sequences, larger grids.
+# Shapes of other kernels of an operator and of branches: heads of several channels, longer and more sequences, larger
+# grids, small windows.
 OTHERS = {
     'full': (Shape(B=2, grid=(13, 20), D=48, channels=1, window=1),),
     'conv': (
         Shape(B=2, grid=(7, 10), D=48, channels=6, window=17),
+        Shape(B=2, grid=(7, 10), D=48, channels=1, window=3),
         Shape(B=9, grid=(7, 10), D=48, channels=1, window=17),
     ),
     'axial': (
+        Shape(B=9, grid=(7, 10), D=48, channels=1, window=17),
         Shape(B=2, grid=(7, 10), D=48, channels=4, window=17),
         Shape(B=2, grid=(7, 20), D=48, channels=4, window=17),
     ),

@@ -1,7 +1,7 @@
 """AFT-conv (AFT Eq. 6) with a head per channel, of few sequences: sums term by term in float32.
 
-They have too few products with the (T, T) weights of a head to be worth writing these. A table (shifts, D) has the
-weights instead, and last those of all sources outside the window. Elements are (targets, sources, channels).
+They do not repay writing the (T, T) weights of a head. A table (shifts, D) has the weights instead; its last row is
+that of all sources outside the window. Elements are (targets, sources, channels).
 """
 
 import triton
@@ -17,7 +17,7 @@ TILES = ({'BT': 16, 'BS': 8, 'BD': 32}, 4), ({'BT': 16, 'BS': 16, 'BD': 32}, 8),
 
 
 @triton.jit
-def table_kernel(WINDOW, TABLE, heads, T, width, BLOCK: tl.constexpr):
+def shifts_kernel(WINDOW, TABLE, heads, T, width, BLOCK: tl.constexpr):
     """Write exp(bias - largest bias) of (shifts, heads), last of those outside the window."""
     head, reach = tl.program_id(0).to(tl.int64), WINDOW.size // 2
     most, shifts = find_most(WINDOW, head, T, width, BLOCK), WINDOW.size * WINDOW.size + 1
@@ -35,7 +35,7 @@ def find_shift(t, s, width, size):
     return tl.where((dy >= 0) & (dy < size) & (dx >= 0) & (dx < size), dy * size + dx, size * size)
 
 
-@tuned(['T', 'width'], LITTLE, *TILES)
+@tuned(['T', 'D', 'size'], LITTLE, *TILES)
 @triton.jit
 def direct_kernel(
     Q, K, V, MASK, PEAK, TABLE, Y, DEN, LOST, B, T, D, width, size, q_strides, k_strides, v_strides, y_strides,
@@ -56,8 +56,8 @@ def direct_kernel(
         ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, s[:, None], channel, 0, inside, B, T, D, 1)
         weights = tl.broadcast_to(outside, [BT, BS, BD])
         if ((start + BS - 1) // width >= low) & (start // width <= high):
-            # Targets and sources beyond the end have the weights of the last ones.
-            shift = find_shift(tl.minimum(t, T - 1)[:, None], tl.minimum(s, T - 1)[None, :], width, size)
+            # Sources beyond the end need a finite weight: the table is infinite at some shifts beyond the grid.
+            shift = find_shift(t[:, None], tl.minimum(s, T - 1)[None, :], width, size)
             weights = tl.load(TABLE + shift[:, :, None] * D + channel, mask=inside[None, :, :], other=0.0)
         num += weights * (ek * v)[None, :, :]
         den += weights * ek[None, :, :]

@@ -28,7 +28,7 @@ from aft_vision.ops.common.launch import (
     whole_length,
 )
 from aft_vision.ops.conv import repair_kernels as repair
-from aft_vision.ops.conv.direct_kernels import direct_kernel, table_kernel
+from aft_vision.ops.conv.direct_kernels import direct_kernel, shifts_kernel
 from aft_vision.ops.conv.kernels import (
     bands_kernel,
     results_kernel,
@@ -43,7 +43,7 @@ from aft_vision.ops.conv.whole_kernels import LITTLE, TILES, whole_results_kerne
 # The fewest channels of a head whose product is in a kernel of whole sequences.
 NARROWEST = 4
 # The most sequences with a head per channel that are summed directly; and in the interpreter.
-DIRECT, LITTLE_DIRECT = 8, 2
+DIRECT, LITTLE_DIRECT = 4, 2
 # Elements of a tile, of which so many sequences at most, and of the matrices of weights of heads that are made at once.
 TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
 # Those of a tile in the interpreter, so small that small tests have several.
@@ -107,7 +107,7 @@ class _Call:
         """Write y and the denominators of few sequences with a head per channel."""
         window, D = self.window, self.heads
         table = torch.empty((window.size**2 + 1, D), dtype=torch.float32, device=self.v.device)
-        table_kernel[(D,)](window, table, D, self.T, self.grid[1], BLOCK=self.block)
+        shifts_kernel[(D,)](window, table, D, self.T, self.grid[1], BLOCK=self.block)
         tensors = self.q, self.k, self.v, self.mask, self.peak, table, y, den, self.lost
         direct_kernel[lambda tile: (triton.cdiv(D, tile['BD']) * triton.cdiv(self.T, tile['BT']) * self.B,)](
             *(*tensors, self.B, self.T, D, self.grid[1], window.size), *strides(self.q, self.k, self.v, y, den)

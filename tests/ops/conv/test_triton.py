@@ -74,10 +74,11 @@ def test_sequences_that_do_not_fill_a_tile_leave_no_trace(channels: int, triton_
     assert_matches_reference(conv, reference.aft_conv, inputs, device=triton_device)
 
 
+@pytest.mark.parametrize('heads', [2, 4])
 @pytest.mark.parametrize('global_context', [True, False])
-def test_only_shifts_on_the_grid_count_for_the_largest_bias(global_context: bool, triton_device: str):
+def test_only_shifts_on_the_grid_count_for_the_largest_bias(global_context: bool, heads: int, triton_device: str):
     # All shifts are in the window, far below what would be outside of it; those beyond the grid are far above.
-    inputs = make_inputs('aft_conv', (2, 3), 4, 7, 2) | {'global_context': global_context}
+    inputs = make_inputs('aft_conv', (2, 3), 4, 7, heads) | {'global_context': global_context}
     kernel = inputs['kernel'] + 200.0
     kernel[:, 2:5, 1:6] -= 400.0
     inputs['kernel'] = kernel
