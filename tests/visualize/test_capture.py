@@ -34,8 +34,10 @@ def test_the_output_is_that_of_the_model_in_evaluation_and_the_mode_stays():
 def test_the_keys_are_those_of_the_projection():
     model = timm.create_model('aft_full_tiny', **TINY, img_size=32).eval()
     images = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    found: list[torch.Tensor] = []
+    model.blocks[0].norm1.register_forward_hook(lambda _module, _inputs, x: found.append(x))
     _, layers = capture_mixers(model, images)
-    x = model.blocks[0].norm1(model._embed(images)[0])
+    x = found[0]
     keys = torch.nn.functional.linear(x, model.blocks[0].attn.qkv.weight[16:32], model.blocks[0].attn.qkv.bias[16:32])
     expected = keys[0, 1:].T.reshape(16, 4, 4)[[5, 2]]
     torch.testing.assert_close(key_maps(layers[0], [5, 2])[0], expected.detach())
