@@ -86,7 +86,7 @@ def train_run(
         _begin(run_dir, state, keeps_config)
     settle_buckets(state)
     measured = run.throughput_batches > 0 and not state.is_spent()
-    if measured and not loaders.is_stream and len(loaders.train) > 1:
+    if measured and not loaders.is_stream:
         throughput = measure_throughput(state, loaders, run.throughput_batches)
         if world.is_primary:
             print(throughput)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 from train.arguments import CommandParser
@@ -72,31 +72,27 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
     All images have the last of the training sizes.
 
     Args:
-        batches: Number of timed batches in each case, after those that the loader has prefetched; fewer if the epoch
-            has fewer.
-
-    Raises:
-        ValueError: the epoch has no second batch.
+        batches: Number of timed batches in each case, after those that the loader has prefetched. A short epoch is
+            loaded several times.
     """
-    if len(loaders.train) < 2:
-        raise ValueError(f'expected an epoch with at least 2 batches, got {len(loaders.train)}')
     config = state.config
     # Each loading process may have prefetched two batches.
-    ahead = min(1 + 2 * config.data.num_workers, len(loaders.train) - 1)
+    ahead = 1 + 2 * config.data.num_workers
     # Use the whole epoch; training sets its own position later.
     schedule = config.size_schedule
     loaders.set_epoch(state.progress.epoch, size=None if schedule is None else len(schedule.sizes) - 1)
     resident: Batch = next(iter(loaders.train))
     cases: list[tuple[Iterable[Batch], int, Callable[[TrainState, Batch], None]]] = [
         (loaders.train, ahead, lambda state, batch: None),
-        ([resident] * (1 + batches), 1, _pass),
+        ([resident], 1, _pass),
         (loaders.train, ahead, _pass),
     ]
     rates = []
     with _without_trace(state):
         for source, untimed, work in cases:
-            seconds, count = _time(state, islice(source, untimed + batches), work, untimed)
-            rates.append(config.data.batch_size // config.optim.accumulate * count / seconds)
+            again = chain.from_iterable(repeat(source))
+            seconds = _time(state, islice(again, untimed + batches), work, untimed)
+            rates.append(config.data.batch_size // config.optim.accumulate * batches / seconds)
     return Throughput(rates[0], rates[1], rates[2], state.objective.unit)
 
 
@@ -163,16 +159,16 @@ def _pass(state: TrainState, batch: Batch) -> None:
 
 def _time(
     state: TrainState, source: Iterable[Batch], work: Callable[[TrainState, Batch], None], untimed: int
-) -> tuple[float, int]:
-    """Return the seconds for all batches except the first ones, and their number."""
-    start, count = time.perf_counter(), 0
-    for count, batch in enumerate(source, start=1 - untimed):
+) -> float:
+    """Return the seconds for all batches except the first ones."""
+    start = time.perf_counter()
+    for count, batch in enumerate(source, start=1):
         work(state, batch)
-        if count == 0:
+        if count == untimed:
             synchronize(state.world.device)
             start = time.perf_counter()
     synchronize(state.world.device)
-    return time.perf_counter() - start, count
+    return time.perf_counter() - start
 
 
 def main(argv: Sequence[str] | None = None) -> None:
