@@ -182,7 +182,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     is_complete = isinstance(content, dict) and all(isinstance(content.get(k), t) for k, t in CHECKPOINT_KEYS.items())
     if not is_complete:
         found = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}')
+        raise ValueError(
+            f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}; python -m '
+            'tools.transfer_deit makes a folder that can be read of weights alone of a DeiT or ViT'
+        )
     return content
 
 

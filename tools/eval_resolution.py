@@ -178,11 +178,12 @@ def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torc
     views: list[NativeShape | Sequence[tuple[int, int]]] = [[size] for size in sizes_of(model, args)]
     views += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
     views += [args.multi_scale] if args.multi_scale else []
-    rows = []
+    rows: list[dict[str, Any]] = []
     width = max(12, len(size_label({'scales': args.multi_scale or [(0, 0)]})))
-    print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}  {"top-5 %":>7}  {"images/s":>8}  {"peak MB":>7}')
     for view in views:
         row = evaluate_at(model, view, args, device)
+        if not rows:
+            print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}  {"top-5 %":>7}  {"images/s":>8}  {"peak MB":>7}')
         rows.append(row)
         title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row and 'scales' not in row else size_label(row)
         print(

@@ -40,12 +40,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
+import timm
 import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.evaluate import load_model, resolve_device
-from aft_vision.models.transfer_source import load_pretrained
+from aft_vision.models.transfer_source import did_you_mean, load_pretrained
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import find_photographs, load_image, predictions
 
@@ -96,11 +97,13 @@ def load_published(name: str) -> Any:
         ValueError: there is no such model, or no weights.
         ConnectionError: the weights cannot be downloaded.
     """
+    if ':' not in name and not timm.is_model(name):
+        raise ValueError(f'expected a model of timm with weights, got {name}{did_you_mean(name, timm.list_models())}')
     try:
         return load_pretrained(name)
     except ConnectionError:
         raise
-    # An unknown name and missing or mismatched weights raise errors of different types.
+    # Missing and mismatched weights raise errors of different types.
     except Exception as error:
         raise ValueError(f'expected a model of timm with weights, got {name}: {error}') from error
 

@@ -223,13 +223,18 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
     if list(content['class_names']) != list(class_names):
         raise ValueError(f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others')
-    state.load_state_dict(content, source=str(path))
+    changes = _changes(content, state.config, state.world.size)
+    try:
+        state.load_state_dict(content, source=str(path))
+    except ValueError as error:
+        of_model = [change for change in changes if change.startswith('model.')]
+        raise ValueError('; '.join([str(error), *of_model])) from error
     # In another folder, the best weights are only those from now on.
     if not (continues(folder, where) and (folder / BEST).exists()):
         state.progress.best = state.objective.worst
     if state.world.is_primary:
         print(f'resumed from {path}: epoch {state.progress.epoch + 1}, update {state.progress.updates}')
-        for change in _changes(content, state.config, state.world.size):
+        for change in changes:
             print(f'  now with {change}')
 
 

@@ -74,7 +74,10 @@ def merge_checked(
                     config = OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
                 except (OmegaConfBaseException, TypeError) as error:
                     name = f'{prefix}{key}' if inner is None else f'{prefix}{key}.{inner}'
-                    raise ValueError(f'{name} = {leaf!r}: {str(error).splitlines()[0]}') from error
+                    reason = str(error).splitlines()[0]
+                    # OmegaConf names its own classes here.
+                    reason = f'expected a list, such as [{leaf}]' if 'is not a ListConfig' in reason else reason
+                    raise ValueError(f'{name} = {leaf!r}: {reason}') from error
     return config
 
 

@@ -157,9 +157,7 @@ def _pass(state: TrainState, batch: Batch) -> None:
     state.scaler.scale(loss + state.regularization.penalty()).backward()
 
 
-def _time(
-    state: TrainState, source: Iterable[Batch], work: Callable[[TrainState, Batch], None], untimed: int
-) -> float:
+def _time(state: TrainState, source: Iterable[Batch], work: Callable[[TrainState, Batch], None], untimed: int) -> float:
     """Return the seconds for all batches except the first ones."""
     start = time.perf_counter()
     for count, batch in enumerate(source, start=1):

@@ -104,7 +104,7 @@ class Share:
         """Return the number of samples per part; raise a ValueError if the parts of a batch would differ in size."""
         if batch_size % self.parts:
             raise ValueError(
-                f'batch size must be a multiple of {self.parts}, which is accumulate * world_size, got {batch_size}'
+                f'batch_size must be a multiple of {self.parts}, which is accumulate * world_size, got {batch_size}'
             )
         return batch_size // self.parts
 
@@ -140,7 +140,7 @@ class EpochSampler(Sampler[Draw]):
         self.share = share or Share()
         self.sizes = sizes
         if not 0 < batch_size <= size:
-            raise ValueError(f'batch size must be in [1, {size}], the number of training images, got {batch_size}')
+            raise ValueError(f'batch_size must be in [1, {size}], the number of training images, got {batch_size}')
         self.part_size = self.share.part_size(batch_size)
         self.size, self.batch_size, self.seed, self.repeats = size, batch_size, seed, repeats
         self.epoch = self.first_update = 0

@@ -125,5 +125,5 @@ def test_processes_share_the_images_of_an_evaluation():
 def test_a_text_shorter_than_a_window_and_a_batch_larger_than_the_data_are_rejected():
     with pytest.raises(ValueError, match=r'at least 16 characters to train on, .*, got 15'):
         char_train_loader(TEXT[:15], 16, 1)
-    with pytest.raises(ValueError, match=r'batch size must be in \[1, 12\], .*, got 13'):
+    with pytest.raises(ValueError, match=r'batch_size must be in \[1, 12\], .*, got 13'):
         pixel_train_loader(IMAGES, PixelAugmentation(), 13)

@@ -90,15 +90,17 @@ def test_a_chosen_split_of_another_layout_is_accepted(tmp_path):
 AFT = dict(num_heads=4, kernel_size=3)
 
 
-def test_other_classes_than_those_of_the_checkpoint_are_named(run, tmp_path):
+def test_other_classes_than_those_of_the_checkpoint_are_named(run, tmp_path, capsys):
     names = [path.name for path in sorted((CLOTHING / 'validation').iterdir())]
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=10, **AFT)
     content = torch.load(checkpoint, weights_only=True)
     torch.save({**content, 'class_names': names}, checkpoint)
     assert len(run(checkpoint, '32')) == 1
     torch.save({**content, 'class_names': ['coat', *names[1:]]}, checkpoint)
+    capsys.readouterr()
     with pytest.raises(ValueError, match=r'the classes of the model in .*, got dress for coat'):
         run(checkpoint, '32')
+    assert not capsys.readouterr().out
     torch.save({**content, 'class_names': [str(i) for i in range(10)]}, checkpoint)
     assert len(run(checkpoint, '32')) == 1
 

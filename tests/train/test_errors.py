@@ -64,6 +64,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ),
         ('one_epoch', 'optim.args.betas=[2,3]', "optimizer adamw, got {'betas': [2, 3]}"),
         ('one_epoch', 'run.init_from=TEXT', 'expected a whole file of weights, got TEXT'),
+        ('one_epoch', 'run.init_from=WEIGHTS', 'got WEIGHTS with model; python -m tools.transfer_deit makes'),
         ('one_epoch', 'run.resume=/nowhere', 'got /nowhere, which does not exist'),
         ('one_epoch', 'run.device=tpu9', "got 'tpu9'"),
         ('one_epoch', '--epochs 3', 'unrecognized arguments: --epochs 3'),
@@ -87,6 +88,8 @@ def test_a_wrong_value_is_one_line(tmp_path, capsys, config, arguments, said):
     places['FOLDER'].mkdir()
     (places['UNDIVIDED'] / 'shoes').mkdir(parents=True)
     places['TEXT'].write_text('text')
+    places['WEIGHTS'] = tmp_path / 'weights.pth'
+    torch.save({'model': {'cls_token': torch.zeros(1, 1, 8)}}, places['WEIGHTS'])
     for name, place in places.items():
         arguments, said = arguments.replace(name, str(place)), said.replace(name, str(place))
     file = ROOT / 'configs' / 'smoke' / f'{config}.yaml'
@@ -107,6 +110,12 @@ def test_a_wrong_value_is_one_line(tmp_path, capsys, config, arguments, said):
         (120, 'data.max_texts=5', "the part 'test' to hold out at least one row, got 0.1 of 5 rows; "),
         (3, 'data.split_seed=1', "the part 'test' to hold out at least one row, got 0.1 of 3 rows; "),
         (120, 'data.label_column=stars', 'TABLE, line 1: expected the columns text, stars, got title, text, label'),
+        (120, 'data.label_column=stars', 'text, label; data.text_columns and data.label_column name them'),
+        (
+            120,
+            'data.text_columns=body',
+            "command line: data.text_columns = 'body': expected a list, such as [body]",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_divided_is_one_line(tmp_path, capsys, rows, arguments, said):

@@ -154,7 +154,7 @@ def test_a_corrupt_image_ends_the_run_or_is_skipped(tmp_path, caplog):
 
 
 def test_a_batch_larger_than_the_data_set_is_rejected_also_in_parts(tmp_path):
-    with pytest.raises(ValueError, match=r'batch size must be in \[1, 600\], .* got 1200'):
+    with pytest.raises(ValueError, match=r'batch_size must be in \[1, 600\], .* got 1200'):
         main([*ONE_EPOCH, DATA, 'data.batch_size=1200', 'optim.accumulate=4', f'run.dir={tmp_path / "run"}'])
 
 

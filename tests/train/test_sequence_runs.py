@@ -159,7 +159,7 @@ def test_text8_has_a_model_of_27_symbols(arguments, tmp_path):
     [
         ('char', ['data.vocabulary=text8'], r'27 symbols of text8 .* got \d+ .* at byte 710'),
         ('char', ['data.context=1024'], 'at least 1024 characters to train on, a whole window, got 900'),
-        ('char', ['data.batch_size=64'], r'batch size must be in \[1, 28\], .*, got 64'),
+        ('char', ['data.batch_size=64'], r'batch_size must be in \[1, 28\], .*, got 64'),
         ('char', ['data.file=none'], r'a file of text, got none, which is none'),
         (
             'char',

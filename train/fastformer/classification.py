@@ -20,8 +20,9 @@ from transformers import (
 from aft_vision.data.ranges import within
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
+from aft_vision.fastformer.data.files import MissingColumnsError
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig, TextData
+from train.fastformer.schema import TextConfig, TextData, name_keys
 from train.fastformer.trainer import TextTrainer
 from train.schema import require
 
@@ -202,4 +203,8 @@ def read_texts(data: ClassificationData, path: str, **options: Any) -> Dataset:
     if data.revision is not None:
         options['load_options'] = {'revision': data.revision}
     reader: Any = READERS[data.kind]
-    return reader(path, drop_incomplete=data.drop_incomplete, **options)
+    try:
+        return reader(path, drop_incomplete=data.drop_incomplete, **options)
+    except MissingColumnsError as error:
+        keys = [key for key in ('text_columns', 'label_column') if data.kind in KINDS_OF_KEY[key]]
+        raise name_keys(error, keys) from error

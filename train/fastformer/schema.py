@@ -297,3 +297,9 @@ def text_model_config(
         ValueError: values that exclude each other.
     """
     return kind(**{**stated_model(model), 'max_position_embeddings': max_length, **more})
+
+
+def name_keys(error: ValueError, keys: Sequence[str]) -> ValueError:
+    """Return an error about missing columns with the keys of `data` that name columns, if there are any."""
+    named = ' and '.join(f'data.{key}' for key in keys)
+    return ValueError(f'{error}; {named} name them' if keys else str(error))

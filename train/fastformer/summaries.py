@@ -8,7 +8,8 @@ from datasets import Dataset, DatasetDict, get_dataset_split_names
 
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer.data import SUMMARY_READERS, split_summaries
-from train.fastformer.schema import TextData
+from aft_vision.fastformer.data.files import MissingColumnsError
+from train.fastformer.schema import TextData, name_keys
 from train.layers import as_yaml
 from train.schema import require
 
@@ -148,4 +149,9 @@ def read_texts(data: SummarizationData, path: str, **options: Any) -> Dataset:
         options['config'] = data.hub_config
     if data.split_column is not None:
         options['split_column'] = data.split_column
-    return SUMMARY_READERS[data.kind](path or None, **options)
+    try:
+        return SUMMARY_READERS[data.kind](path or None, **options)
+    except MissingColumnsError as error:
+        keys = ['text_columns', 'summary_column'] if data.kind in ('table', 'hub') else []
+        keys += [] if data.split_column is None else ['split_column']
+        raise name_keys(error, keys) from error

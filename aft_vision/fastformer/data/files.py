@@ -110,7 +110,7 @@ def read_delimited(
             if len(set(columns)) < len(columns):
                 raise ValueError(f'{place}: expected column names that differ, got {", ".join(columns)}')
             if not set(needed) <= set(columns):
-                raise missing_columns(place, needed, columns)
+                raise MissingColumnsError(place, needed, columns)
         elif len(row) == len(columns):
             yield Record(place, dict(zip(columns, row, strict=True)))
         else:
@@ -133,7 +133,7 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
         file = ParquetFile(path)
         missing = set(columns) - set(file.schema_arrow.names)
         if missing:
-            raise missing_columns(f'{path}, row 1', columns, file.schema_arrow.names)
+            raise MissingColumnsError(f'{path}, row 1', columns, file.schema_arrow.names)
         rows = (row for batch in file.iter_batches(columns=list(columns)) for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
             yield Record(f'{path}, row {number}', row)
@@ -141,10 +141,12 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
         raise ValueError(f'expected a parquet file, got {path}: {error}') from error
 
 
-def missing_columns(place: str, expected: Sequence[str], got: Sequence[str]) -> ValueError:
-    """Build the error for a row without a column."""
-    found = ', '.join(got) or 'none'
-    return ValueError(f'{place}: expected the columns {", ".join(expected):.200}, got {found:.200}')
+class MissingColumnsError(ValueError):
+    """An error of a row that lacks a column."""
+
+    def __init__(self, place: str, expected: Sequence[str], got: Sequence[str]) -> None:
+        found = ', '.join(got) or 'none'
+        super().__init__(f'{place}: expected the columns {", ".join(expected):.200}, got {found:.200}')
 
 
 def _open(path: Path, member: str | None) -> IO[bytes]:
