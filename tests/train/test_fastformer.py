@@ -535,6 +535,7 @@ WRONG = {
         ('data.kind=movielens data.valid_path=x', r'data\.valid_path to be null except for mind'),
         ('data.kind=movielens data.drop_missing=true', r'data\.drop_missing to be .* except for mind'),
         ('data.kind=movielens data.text_columns=[abstract]', r'data\.text_columns to be .* except for mind'),
+        ('data.kind=movielens data.test_share=0.2', r'data\.test_share to be 0\.1 except for mind, got 0\.2'),
         ('data.kind=mind data.shown=5', r'data\.shown to be 99 except for movielens, got 5'),
         ('data.glove=x model.text_model=y', r'expected data\.glove to be null with model\.text_model'),
     ],

@@ -55,6 +55,9 @@ class RecommendationData(TextData):
         require('data.drop_missing', self.drop_missing, mind or not self.drop_missing, 'false except for mind')
         require('data.text_columns', columns, mind or columns == ['title'], '[title] except for mind')
         require('data.shown', self.shown, not mind or self.shown == 99, '99 except for movielens')
+        for name in ('test_share', 'valid_share'):
+            share = getattr(self, name)
+            require(f'data.{name}', share, mind or share == 0.1, '0.1 except for mind')
 
 
 def read_parts(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:

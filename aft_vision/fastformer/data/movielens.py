@@ -3,6 +3,7 @@
 A film is a news item whose text is title, year and genres. A rated film counts as watched, whatever the rating.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -78,9 +79,12 @@ def read_rating(record: Record, rows: Mapping[str, int]) -> tuple[str, int, floa
     if item not in rows:
         raise ValueError(f"{record.place}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
     try:
-        return user, rows[item], float(record.values['timestamp'])
+        seconds = float(record.values['timestamp'])
+        if not math.isfinite(seconds):
+            raise ValueError(f'got {seconds}')
     except ValueError as error:
         raise ValueError(f"{record.place}, column 'timestamp': expected seconds: {error}") from error
+    return user, rows[item], seconds
 
 
 def read_films(folder: str | Path) -> News:

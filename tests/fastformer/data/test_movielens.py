@@ -82,6 +82,7 @@ def test_no_more_candidates_than_films(tmp_path):
     [
         ('u.data', '1\t1\t5\n', r'u.data, line 1, column 4: expected 4 columns \(user_id, .*got 3'),
         ('u.data', '1\t1\t5\tnoon\n', "line 1, column 'timestamp': expected seconds"),
+        ('u.data', '1\t1\t5\tnan\n', "line 1, column 'timestamp': expected seconds"),
         ('u.data', '1\t99\t5\t3\n', "line 1, column 'item_id': expected one of 40 films, got '99'"),
         ('u.item', '1|Film|x\n', r'u.item, line 1, column 4: expected 24 columns'),
         ('ml-100k.inter', 'user_id:token\titem:token\n1\t1\n', r'line 1: .* item_id, .*got user_id, item'),
