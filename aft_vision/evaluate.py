@@ -26,6 +26,7 @@ from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import find_stated_grid, load_pretrained
 from aft_vision.models.weight_files import check_checksum, load_torch_file
 from aft_vision.modes import in_evaluation
+from aft_vision.ops.common.errors import first_line
 from aft_vision.sizes import record_size
 from aft_vision.timing import synchronize
 
@@ -285,9 +286,8 @@ def resolve_device(name: str) -> torch.device:
                 raise RuntimeError(f'there are {torch.cuda.device_count()} CUDA devices')
         else:
             torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f'expected auto or a device of this machine, got {name!r}: {reason}') from error
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise ValueError(f'expected auto or a device of this machine, got {name!r}: {first_line(error)}') from error
     return device
 
 

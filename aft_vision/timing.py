@@ -100,8 +100,8 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished its work."""
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
+    if device.type != 'cpu':
+        torch.accelerator.synchronize(device)
 
 
 def _time(call: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -178,7 +178,7 @@ def test_a_loaded_model_knows_its_preprocessing_and_classes(tmp_path):
     assert (cfg['crop_pct'], cfg['label_names']) == (0.7, ['x', 'y', 'z'])
 
 
-@pytest.mark.parametrize('name', ['gpu', 'meta', 'cuda:99', 'cuda'])
+@pytest.mark.parametrize('name', ['gpu', 'meta', 'cuda:99', 'cuda', 'hpu'])
 def test_a_device_that_is_not_there_is_named(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
     with pytest.raises(ValueError, match=f"a device of this machine, got '{name}'"):

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from aft_vision.files import replacing
+from aft_vision.ops.common.errors import first_line
 from train.layers import Layer, merge_checked, naming_sources, read_layers
 from train.model_section import (
     check_decoder,
@@ -112,4 +113,4 @@ def all_keys(schema: type, arguments: type) -> list[str]:
 
 def _reason(error: OmegaConfBaseException) -> str:
     key = getattr(error, 'full_key', None)
-    return f'{f"{key}: " if key else ""}{str(error).splitlines()[0]}'
+    return f'{f"{key}: " if key else ""}{first_line(error)}'

@@ -12,6 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from aft_vision.ops.common.errors import first_line
 from train.suggest import unknown_key
 
 # The source of a layer and its content; later layers win.
@@ -74,7 +75,7 @@ def merge_checked(
                     config = OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
                 except (OmegaConfBaseException, TypeError) as error:
                     name = f'{prefix}{key}' if inner is None else f'{prefix}{key}.{inner}'
-                    reason = str(error).splitlines()[0]
+                    reason = first_line(error)
                     # OmegaConf names its own classes here.
                     reason = f'expected a list, such as [{leaf}]' if 'is not a ListConfig' in reason else reason
                     raise ValueError(f'{name} = {leaf!r}: {reason}') from error

@@ -157,7 +157,8 @@ def draw_examples(
             axes.imshow(load_photograph(each.path, model, size).pixels.numpy())
             axes.set_title(f'truth: {names[each.truth]}', fontsize=9, parse_math=False)
             words = f'prediction ({100 * each.probability:.0f}%):\n{names[each.prediction]}'
-            axes.text(0.5, -0.04, words, transform=axes.transAxes, ha='center', va='top', fontsize=9, color=color)
+            style: dict[str, Any] = dict(ha='center', va='top', fontsize=9, color=color, parse_math=False)
+            axes.text(0.5, -0.04, words, transform=axes.transAxes, **style)
     return figure
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aft_vision import ops
 from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple
 from aft_vision.ops import aten
 from aft_vision.ops.causal.bias import BandBias
@@ -64,7 +63,7 @@ def _biases_by_layer(model: nn.Module) -> dict[int, Tensor]:
     found = {layer: mixer_bias(mixer) for mixer, layer in mixer_layers(model).items()}
     biases = {layer: bias.detach().float().expm1().cpu() for layer, bias in found.items() if bias is not None}
     if not biases:
-        raise ValueError(f'expected a model with position biases, got {type(model).__name__}, which has none')
+        raise _without_biases(model)
     return biases
 
 
@@ -126,15 +125,14 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
     Returns:
         Per layer with biases its number `layer` from 1, those with softmax attention counted. `entropy`, the mean over
         heads of the entropy of softmax(w) in nats, AFT Eq. 9: for AFT-conv and AFT-axial over all entries of a head,
-        before the choice of AFT Eq. 10; for AFT-full and AFT-local over the sources of a target and averaged over
-        targets; NaN for the one-hot form, whose other entries are gone.
+        before the choice of AFT Eq. 10; for AFT-full and AFT-local over the sources of a target, of a causal one up to
+        it, and averaged over targets; NaN for the one-hot form, whose other entries are gone.
         `uniform`, the entropy of equal biases; of the biases that evaluation uses, `unbiased`, the fraction below the
         threshold, and `largest`, the largest |exp(w) - 1|.
 
     Raises:
         ValueError: as `position_biases`.
     """
-    position_biases(model)
     rows = []
     for mixer, layer in mixer_layers(model).items():
         bias = mixer_bias(mixer)
@@ -143,16 +141,20 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
         if isinstance(mixer, AFTFull | AFTLocal):
             tokens = bias.shape[1]
             bias = bias_rows(mixer, None, torch.arange(tokens, device=bias.device), tokens)[0]
-        change = bias.cpu().double().expm1().abs()
+        # A causal mixer has none for later tokens.
+        is_used = bias != -torch.inf
+        change = bias[is_used].cpu().double().expm1().abs()
         rows.append(
             {
                 'layer': layer + 1,
                 'entropy': _entropy(mixer, bias),
-                'uniform': math.log(bias[0].numel()),
+                'uniform': is_used.flatten(1).sum(dim=1).double().log().mean().item(),
                 'unbiased': (change < threshold).double().mean().item(),
                 'largest': change.max().item(),
             }
         )
+    if not rows:
+        raise _without_biases(model)
     return rows
 
 
@@ -160,8 +162,13 @@ def _entropy(mixer: AFTMixer, bias: Tensor) -> float:
     # Compute the entropy of (n, ...) biases, or of the kernel from which one offset per head is chosen.
     if isinstance(mixer, AFTOnehot):
         return math.nan
-    logits = mixer.kernel() if isinstance(mixer, AFTConv | AFTAxial) else bias[:, None]
-    return ops.kernel_entropy(logits.cpu().double()).mean().item()
+    logits = mixer.kernel() if isinstance(mixer, AFTConv | AFTAxial) else bias
+    shares = logits.flatten(1).cpu().double().softmax(dim=1)
+    return torch.special.entr(shares).sum(dim=1).mean().item()
+
+
+def _without_biases(model: nn.Module) -> ValueError:
+    return ValueError(f'expected a model with position biases, got {type(model).__name__}, which has none')
 
 
 def draw_position_biases(

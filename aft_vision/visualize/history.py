@@ -15,15 +15,19 @@ def read_history(path: str | Path) -> list[dict[str, float]]:
     Raises:
         ValueError: the file is not such a table.
     """
-    with Path(path).open(newline='', encoding='utf-8') as file:
-        try:
-            rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-        # A cell that is not a number, or a row of the wrong length.
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f'expected a table of numbers with a row per epoch, got {path}: {error}') from error
+    rows = _read_numbers(path)
     if rows and 'epoch' not in rows[0]:
         raise ValueError(f'expected a table with a column epoch, got {path} with {", ".join(list(rows[0])[:5])}')
     return rows
+
+
+def _read_numbers(path: str | Path) -> list[dict[str, float]]:
+    with Path(path).open(newline='', encoding='utf-8') as file:
+        try:
+            return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        # A cell that is not a number, or a row of the wrong length.
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f'expected a table of numbers, got {path}: {error}') from error
 
 
 def describe_targets(config: Mapping[str, Any]) -> str:
@@ -74,12 +78,13 @@ def draw_history(history: Sequence[Mapping[str, float]], targets: str = '') -> A
     accuracy.set_ylim(0, 100)
     rate.set_ylabel('learning rate')
     for axes in (loss, accuracy):
-        axes.legend(fontsize='small')
+        if axes.lines:
+            axes.legend(fontsize='small')
     return figure
 
 
 def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> Any:
-    """Draw the bits of runs of the pixel or character trainer, by update and by training time.
+    """Draw the bits of runs of the pixel, character or recall trainer, by update and by training time.
 
     Args:
         runs: Folder of each run, by its name in the picture.
@@ -134,9 +139,7 @@ def _read_bits(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, flo
             raise ValueError(
                 f'expected the folder of a run with steps.csv and summary.csv, got {folder} without {name}'
             )
-    with (folder / 'steps.csv').open(newline='', encoding='utf-8') as file:
-        steps = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
-    return steps, read_history(folder / 'summary.csv')
+    return _read_numbers(folder / 'steps.csv'), read_history(folder / 'summary.csv')
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:

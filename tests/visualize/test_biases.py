@@ -7,6 +7,7 @@ from PIL import Image
 
 from aft_vision import ops
 from aft_vision.layers import AFTMixer, create_mixer
+from aft_vision.models import create_decoder
 from aft_vision.models.harden import harden
 from aft_vision.ops import reference
 from aft_vision.regularizers import layer_entropies
@@ -154,6 +155,16 @@ def test_the_entropy_of_a_gumbel_model_is_the_one_that_training_logs():
     logged = [entropy.mean().item() for entropy in layer_entropies(model)]
     assert [row['entropy'] for row in bias_statistics(model)] == pytest.approx(logged)
     assert all(math.isnan(row['entropy']) for row in bias_statistics(harden(model)))
+
+
+def test_statistics_of_a_causal_mixer_are_those_of_earlier_tokens():
+    model = create_decoder('aft_local_char', depth=1, dim=8, window=5, context=16)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    (found,) = bias_statistics(model)
+    assert found['entropy'] == pytest.approx(found['uniform'])
+    assert found['uniform'] == pytest.approx(sum(map(math.log, range(1, 17))) / 16)
+    assert (found['unbiased'], found['largest']) == (1, 0)
 
 
 @pytest.mark.parametrize('kind', ['full', 'local'])

@@ -4,7 +4,7 @@ import sys
 import pytest
 from PIL import Image
 
-from aft_vision.visualize import describe_targets, draw_history, read_history, save_figure
+from aft_vision.visualize import describe_targets, draw_bits, draw_history, read_history, save_figure
 
 
 def test_curves_are_drawn_without_the_epochs_that_were_not_evaluated(tmp_path, monkeypatch):
@@ -22,6 +22,20 @@ def test_curves_are_drawn_without_the_epochs_that_were_not_evaluated(tmp_path, m
         'learning rate': ((1, 2), (0.1, 0.1)),
     }
     assert Image.open(tmp_path / 'curves.png').size[0] > 500
+
+
+@pytest.mark.filterwarnings('error')
+def test_a_panel_without_curves_has_no_legend():
+    loss, accuracy, _ = draw_history([{'epoch': 0, 'train_loss': 2.0, 'train_lr': 0.1}]).axes
+    assert loss.get_legend() is not None
+    assert accuracy.get_legend() is None
+
+
+def test_a_row_of_updates_that_is_not_whole_is_named(tmp_path):
+    (tmp_path / 'summary.csv').write_text('epoch,train_loss\n')
+    (tmp_path / 'steps.csv').write_text('update,loss,seconds\n1,2.0,3.0\n2,1')
+    with pytest.raises(ValueError, match=r'a table of numbers, got .*steps\.csv'):
+        draw_bits({'run': tmp_path})
 
 
 @pytest.mark.parametrize(
@@ -60,8 +74,8 @@ def test_the_table_of_a_run_is_read_with_its_gaps(tmp_path):
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('epoch,loss\n0,high\n', 'a table of numbers with a row per epoch'),
-        ('epoch,loss\n0\n', 'a table of numbers with a row per epoch'),
+        ('epoch,loss\n0,high\n', 'a table of numbers, got '),
+        ('epoch,loss\n0\n', 'a table of numbers, got '),
         ('step,loss\n0,1\n', 'a column epoch, got .* with step, loss'),
     ],
 )

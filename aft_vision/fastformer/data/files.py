@@ -191,17 +191,20 @@ def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) ->
     """Stream the rows that are not empty with the numbers of the lines where they begin."""
     if not quoted:
         for number, line in read_text_lines(path, encoding):
-            if line.strip():
+            if line.strip() or delimiter in line:
                 yield number, line.rstrip('\r\n').split(delimiter)
         return
     reader = csv.reader((line for _, line in read_text_lines(path, encoding)), delimiter=delimiter, strict=True)
-    limit, number = csv.field_size_limit(LARGEST_FIELD), 1
-    try:
-        for row in reader:
-            if row:
-                yield number, row
-            number = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f'{path}, line {number}: not a CSV with {delimiter!r} between columns: {error}') from error
-    finally:
-        csv.field_size_limit(limit)
+    number, row = 1, None
+    while row is not None or number == 1:
+        # The limit is one of the process, in which other readers may be open.
+        limit = csv.field_size_limit(LARGEST_FIELD)
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise ValueError(f'{path}, line {number}: not a CSV with {delimiter!r} between columns: {error}') from error
+        finally:
+            csv.field_size_limit(limit)
+        if row:
+            yield number, row
+        number = reader.line_num + 1

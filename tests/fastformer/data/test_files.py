@@ -109,8 +109,17 @@ def test_quotes_are_characters_where_nothing_is_quoted(tmp_path):
 def test_long_fields_are_read_and_the_limit_is_put_back(tmp_path):
     limit = csv.field_size_limit()
     path = write(tmp_path, 'x.csv', f'text\n{"a" * (limit + 1)}\n')
-    assert len(values(read_delimited(path))[0]['text']) == limit + 1
-    assert csv.field_size_limit() == limit
+    first, second = read_delimited(path), read_delimited(path)
+    for reader in (first, second):
+        assert len(next(reader).values['text']) == limit + 1
+        assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize('quoted', [True, False])
+def test_a_row_of_empty_fields_is_a_row(tmp_path, quoted):
+    path = write(tmp_path, 'x.tsv', 'id\ttitle\n\n1\ta\n\t\n')
+    expected = [{'id': '1', 'title': 'a'}, {'id': '', 'title': ''}]
+    assert values(read_delimited(path, '\t', quoted=quoted)) == expected
 
 
 @pytest.mark.parametrize(
