@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from aft_vision.data.native import Inputs, move
 from aft_vision.files import check_folder, find_checkpoint
-from aft_vision.layers import AFTMixer
+from aft_vision.layers import aft_mixers
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
@@ -237,15 +237,16 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
                 f'expected a checkpoint with {head.shape[0]} classes, as the data set has, got {checkpoint} with '
                 f'{state_dict[key].shape[0]}; run.reset_head=true starts with a new classifier'
             )
+    is_aft = bool(aft_mixers(model))
     filter_function = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
     try:
-        if _is_aft(model) and transfer and not of_aft:
+        if is_aft and transfer and not of_aft:
             state_dict, report = deit_to_aft(state_dict, model, grid=grid)
             _logger.warning(describe_transfer(report, model))
         # The filter of an AFT model treats other keys as those of a ViT.
         elif isinstance(model, AFTVisionTransformer) and state_dict.keys() == own.keys():
             state_dict = checkpoint_filter_fn(state_dict, model, grid)
-        elif filter_function is not None and not _is_aft(model):
+        elif filter_function is not None and not is_aft:
             state_dict = filter_function(state_dict, model)
     except StateDictError as error:
         raise ValueError(f'{checkpoint}: {error}') from error
@@ -261,11 +262,7 @@ def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, 
         return content['state_dict'], of_aft, find_stated_grid(content['state_dict'], content['model_kwargs'])
     source = load_model(checkpoint)
     grid = getattr(getattr(source, 'patch_embed', None), 'grid_size', None)
-    return source.state_dict(), _is_aft(source), grid
-
-
-def _is_aft(model: nn.Module) -> bool:
-    return any(isinstance(module, AFTMixer) for module in model.modules())
+    return source.state_dict(), bool(aft_mixers(source)), grid
 
 
 def resolve_device(name: str) -> torch.device:

@@ -7,7 +7,7 @@ from timm.data import resolve_model_data_config
 from timm.models import get_model_input_config, get_model_traits
 from torch import nn
 
-from aft_vision.layers import AFTMixer, FactorizedBias, PairwiseBias
+from aft_vision.layers import FactorizedBias, PairwiseBias, aft_mixers
 
 
 def default_size(model: nn.Module) -> tuple[int, int]:
@@ -78,10 +78,9 @@ def resize_model(model: nn.Module, size: Sequence[int] | None) -> Any:
 
 def takes_any_size(model: nn.Module) -> bool:
     """Return whether an AFT model takes every height and width, and no parameter depends on a grid."""
-    mixers = [module for module in model.modules() if isinstance(module, AFTMixer)]
     tables = any(isinstance(module, FactorizedBias | PairwiseBias) for module in model.modules())
     positions = tables or getattr(model, 'pos_embed', None) is not None
-    return bool(mixers) and not positions and not has_fixed_input_size(model)
+    return bool(aft_mixers(model)) and not positions and not has_fixed_input_size(model)
 
 
 def record_size(model: nn.Module, size: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ def time_interleaved(
 
     Args:
         calls: The others are compared with the first.
-        options: Of `time_rounds`, as are the other arguments.
+        options: Further arguments of `time_rounds`.
 
     Raises:
         ValueError: there is no call, no round or no warm-up.

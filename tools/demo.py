@@ -42,7 +42,7 @@ from PIL import Image
 
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model
-from aft_vision.layers import AFTMixer
+from aft_vision.layers import aft_mixers
 from aft_vision.sizes import default_size, resize_model
 from aft_vision.timing import time_rounds
 from aft_vision.visualize import (
@@ -176,7 +176,7 @@ def boxes(name: str, model: Any) -> list[Any]:
 
 def has_keys(model: Any) -> bool:
     """Return whether a model has AFT mixers, whose keys can be drawn."""
-    return any(isinstance(module, AFTMixer) for module in model.modules())
+    return bool(aft_mixers(model))
 
 
 def sides(models: Sequence[Any]) -> tuple[int, int, int]:

@@ -33,7 +33,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=parse_count,
         dest='no_repeat_ngram_size',
         metavar='N',
-        help='no N tokens occur twice in a row',
+        help='no sequence of N tokens occurs twice; 0 allows any',
     )
     add('--batch-size', type=parse_positive, default=8, help='texts per batch (default: 8)')
     add('--out', type=Path, help='also write the summaries here, as JSON lines')

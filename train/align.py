@@ -25,7 +25,7 @@ class BlockAlignmentTask(FeatureDistillationTask):
 
     Args:
         student_model: An AFTVisionTransformer.
-        kwargs: Of timm's FeatureDistillationTask.
+        kwargs: Arguments of timm's FeatureDistillationTask.
 
     Raises:
         ValueError: student or teacher is not a vision transformer, or the teacher has fewer blocks.

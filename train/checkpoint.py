@@ -23,7 +23,7 @@ from train.state import TrainState
 
 LOCK = '.lock'
 MOST_KEPT = 100
-# Files of a run besides its checkpoints and its log.
+# Files of a run besides its checkpoints and summary.csv.
 RESULTS = ('curves.png', 'result.json', 'steps.csv')
 # Keys of `run` that affect updates, and keys of other sections that do not.
 RUN_KEYS = ('seed', 'amp')

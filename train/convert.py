@@ -15,7 +15,6 @@ Each stage writes a folder of that name into the folder of the conversion; the l
 starts a new one; a stage to resume that began with other weights than it would now is an error.
 """
 
-import hashlib
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -37,6 +36,7 @@ from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.data import Loaders
+from aft_vision.data.checksums import checksum
 from aft_vision.evaluate import check_classes
 from aft_vision.export import export_model
 from aft_vision.files import LAST
@@ -164,8 +164,7 @@ def start_of(stage: Config) -> Path:
 
 def digest_of(start: Path) -> str:
     """Return the digest of the weights in an exported folder or checkpoint."""
-    with (start / 'model.safetensors' if start.is_dir() else start).open('rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()
+    return checksum(start / 'model.safetensors' if start.is_dir() else start)
 
 
 def check_stages(stages: Sequence[Config], loaders: Loaders, world: World) -> bool:

@@ -1,4 +1,4 @@
-"""The log of a run: summary.csv, and TensorBoard's event files."""
+"""The log of a run: summary.csv, steps.csv, and TensorBoard's event files."""
 
 import math
 from collections.abc import Callable, Sequence

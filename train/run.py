@@ -31,7 +31,7 @@ def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> P
 
 
 def check_run_dir(run_dir: Path, config: Experiment) -> None:
-    """Raise a FileExistsError for a folder with a run, unless it goes on or run.overwrite is set, or a conversion."""
+    """Raise a FileExistsError for a folder with a conversion, or with a run that is neither resumed nor overwritten."""
     if holds_run(run_dir) and not (config.run.overwrite or continues(run_dir, config.run.resume)):
         other = '' if config.run.resume is None else f', not that of run.resume={config.run.resume}'
         raise FileExistsError(
@@ -57,8 +57,8 @@ def train_run(
         experiment: The file to resume an interrupted run with; None for the one in the folder of the run.
 
     Raises:
-        ValueError: the checkpoint to resume from is not valid, or not the same in all processes, or the folder of the
-            run is not.
+        ValueError: the checkpoint to resume from is not valid, or not the same in all processes, or the processes do
+            not share the folder of the run.
         SystemExit: a signal stopped the run; its state is saved.
     """
     run, world = state.config.run, state.world

@@ -39,7 +39,7 @@ def stop_run(number: int, updates: int, config: Path) -> NoReturn:
     """Print the command that resumes a saved run, and end the process.
 
     Args:
-        number: Of the signal, the same in all processes.
+        number: Number of the signal, the same in all processes.
         updates: Number of updates so far.
         config: The resolved experiment, in the folder of the run.
 

@@ -153,7 +153,7 @@ def block_attention(
     Args:
         q, k, v: (B, h, N, d), N a multiple of block_size.
         num_global, num_random: In blocks.
-        seed: Of the random blocks, such as the number of the layer.
+        seed: Seed of the random blocks, such as the number of the layer.
     """
     batch, heads, tokens, width = q.shape
     blocks, edge = tokens // block_size, min(num_global * block_size, tokens)

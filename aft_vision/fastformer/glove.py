@@ -39,7 +39,7 @@ def load_glove(
         model_or_embedding: Its input embedding is filled, so it needs as many columns as the file has numbers a line.
         tokenizer: Whose words the rows stand for.
         path: A GloVe text file, or a .zip or .gz of it; of a .zip with several, the file of the embedding's width.
-        seed: Of the rows that are drawn.
+        seed: Seed of the rows that are drawn.
 
     Raises:
         ValueError: the file is damaged or of another width, or the embedding has fewer rows than there are words.

@@ -53,7 +53,7 @@ def summarize(
 
     Args:
         model: With an encoder and a decoder; what `generation_config` of it says holds where `options` does not.
-        texts: Of any length; what exceeds the longest text of the model, its `max_position_embeddings`, is cut off.
+        texts: Texts of any length; they are cut off at the longest text of the model, `max_position_embeddings`.
         batch_size: Texts that are summarised at once.
         options: Passed to `generate`, such as `num_beams`, `max_new_tokens`, `min_new_tokens`, `no_repeat_ngram_size`.
 

@@ -57,7 +57,7 @@ class TextTokenizer(SavesCode, PreTrainedTokenizerFast):
 
 
 class TextTokenizerConfig(PreTrainedConfig):
-    """Under which `AutoTokenizer` keeps TextTokenizer, which it then finds by the name in tokenizer_config.json."""
+    """The class of config under which `AutoTokenizer` registers TextTokenizer."""
 
     model_type = 'text_tokenizer'
 
@@ -187,7 +187,7 @@ def _make_backend(method: str, lowercase: bool) -> Tokenizer:
 def wordpunct_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
     r"""Build NLTK's wordpunct_tokenize, `\w+|[^\w\s]+`, in Rust, equal on every assigned character.
 
-    What Rust's engine calls a word character but NLTK's does not are six of Latin-1; the other way round, two joiners.
+    Six Latin-1 characters are word characters for Rust's engine and not for NLTK; for two joiners it is the reverse.
     """
     joiners, no_words = '\u200c\u200d', '²³¹¼½¾'
     word, other = rf'[\w{joiners}&&[^{no_words}]]+', rf'[[^\w\s{joiners}]{no_words}]+'

@@ -2,5 +2,15 @@
 
 from aft_vision.layers.block import AFTBlock, AFTPatchEmbed
 from aft_vision.layers.causal import CausalAttention, CausalBlock, CausalFull, CausalLocal, CausalSimple, KeyValueState
-from aft_vision.layers.mixers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple, create_mixer
+from aft_vision.layers.mixers import (
+    AFTAxial,
+    AFTConv,
+    AFTFull,
+    AFTLocal,
+    AFTMixer,
+    AFTOnehot,
+    AFTSimple,
+    aft_mixers,
+    create_mixer,
+)
 from aft_vision.layers.position_bias import AxisBias, FactorizedBias, PairwiseBias, StandardizedKernel

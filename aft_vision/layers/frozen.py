@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers.mixers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, tokens_to_maps
 from aft_vision.ops import aten
+from aft_vision.ops.common.numerics import gated
 
 FORMS = ('conv', 'matmul')
 
@@ -96,7 +97,7 @@ class FrozenConv(FrozenMixer):
         assert grid is not None
         if not self.heads_last:
             return aten.mix_conv(q, k, v, self.taps, self.outside, grid, mask)
-        return aten.gated(q, v, aten.conv_means(k, v, self.taps, self.outside, grid, mask))
+        return gated(q, v, aten.conv_means(k, v, self.taps, self.outside, grid, mask))
 
 
 class FrozenMatmul(FrozenMixer):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from aft_vision.ops.linear import is_covered, linear, multiply_onednn, onednn_is_faster
+from aft_vision.ops.linear import can_run, linear, multiply_onednn, onednn_is_faster
 from aft_vision.ops.operator import is_ordinary
 
 
@@ -46,8 +46,8 @@ class FusedLinear(nn.Linear):
         if self.training or torch.is_grad_enabled() or torch.compiler.is_exporting():
             return F.linear(x, weight, bias)
         if torch.compiler.is_compiling():
-            return linear(x, weight, bias) if is_covered(x, weight, bias) else F.linear(x, weight, bias)
-        if is_ordinary((x, weight, bias)) and is_covered(x, weight, bias):
+            return linear(x, weight, bias) if can_run(x, weight, bias) else F.linear(x, weight, bias)
+        if is_ordinary((x, weight, bias)) and can_run(x, weight, bias):
             return multiply_onednn(x, weight, bias)
         return F.linear(x, weight, bias)
 

@@ -509,3 +509,8 @@ def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
     if name not in MIXERS:
         raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {name!r}')
     return MIXERS[name](dim, **kwargs)
+
+
+def aft_mixers(model: nn.Module) -> list[AFTMixer]:
+    """Return the AFT mixers of a model in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, AFTMixer)]

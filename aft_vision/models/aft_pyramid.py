@@ -37,9 +37,9 @@ from aft_vision.layers import AFTBlock
 from aft_vision.models.aft_vit import pool_tokens
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 
-# Pixels to a position of the last stage, and of a padding mask.
+# Pixels per position of the last stage and of a padding mask, along a side.
 STRIDE = 32
-# Pixels to a position of the stages' inputs.
+# Pixels per position of the input of each stage, along a side.
 STRIDES = (2, 4, 8, 16)
 # Stages of convolutions; those after them mix tokens.
 CONV_STAGES = 2
@@ -50,7 +50,7 @@ class ConvStage(nn.Module):
 
     Args:
         blocks: of maps (B, C, H, W).
-        factor: positions of the input to one of a mask, along a side.
+        factor: positions of the input per position of the mask, along a side.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], factor: int) -> None:
@@ -74,7 +74,7 @@ class AFTStage(nn.Module):
     Args:
         downsample: of maps (B, C, H, W).
         blocks: called as an AFTBlock.
-        factor: positions of the input to one of a mask, along a side.
+        factor: positions of the input per position of the mask, along a side.
     """
 
     def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module], factor: int) -> None:
@@ -164,7 +164,7 @@ class AFTPyramid(nn.Module):
         _check_arguments(dims, depths, num_heads, window_size, attention_blocks)
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.stride = STRIDE
-        # Positions of the last map to one of a mask, along a side: more than one after a stage was removed.
+        # Positions of the last map per position of a mask, along a side: more than one after a stage was removed.
         self.mask_factor = 1
         # The first layer is the 3 x 3 convolution, so that zeros at padding before it are all that a mask needs.
         self.stem = ConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
@@ -185,11 +185,10 @@ class AFTPyramid(nn.Module):
                 stages.append(ConvStage(blocks, factor))
             else:
                 heads, window = axes[index - CONV_STAGES]
-                axial_args |= dict(num_heads=heads, window_size=window)
                 blocks = [
                     AttentionBlock(dim, attention_heads(dim), drop_path=rate, **block_args)
                     if place in attention_blocks
-                    else AFTBlock(dim, drop_path=rate, **axial_args)
+                    else AFTBlock(dim, num_heads=heads, window_size=window, drop_path=rate, **axial_args)
                     for place, rate in enumerate(rates[index], start=sum(depths[:index]))
                 ]
                 stages.append(AFTStage(conv(width, dim, stride=2), blocks, factor))

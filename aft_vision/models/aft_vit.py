@@ -30,7 +30,7 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTBlock, AFTMixer, AFTPatchEmbed
+from aft_vision.layers import AFTBlock, AFTPatchEmbed, aft_mixers
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
@@ -188,9 +188,8 @@ class AFTVisionTransformer(VisionTransformer):
         super().set_input_size(None if img_size is None else to_2tuple(img_size), patch_size)  # type: ignore[arg-type]
         if self.patch_embed.grid_size == old_grid:
             return
-        for module in self.modules():
-            if isinstance(module, AFTMixer):
-                module.set_grid(self.patch_embed.grid_size)
+        for mixer in aft_mixers(self):
+            mixer.set_grid(self.patch_embed.grid_size)
 
     @torch.jit.ignore
     def prune_intermediate_layers(

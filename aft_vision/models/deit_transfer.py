@@ -17,7 +17,7 @@ from timm.layers import Attention, resample_patch_embed
 from timm.models import adapt_input_conv, clean_state_dict
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTMixer
+from aft_vision.layers import aft_mixers
 from aft_vision.models.state_dict import StateDictError, find_grid, resample_grid, unknown_grid
 from aft_vision.models.transfer_report import Fate, Report, projection_sizes
 
@@ -89,7 +89,7 @@ def deit_to_aft(
         ValueError: the model is not an AFT model, or the grid is unknown; as StateDictError, the source is not a ViT or
             differs in width, depth or MLP.
     """
-    if not any(isinstance(module, AFTMixer) for module in model.modules()):
+    if not aft_mixers(model):
         raise ValueError(f'expected a model with AFT mixers, got a {type(model).__name__}')
     if not hasattr(model, 'patch_embed'):
         raise ValueError(f'expected a model with the patches and blocks of a ViT, got a {type(model).__name__}')

@@ -11,7 +11,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from aft_vision import ops
-from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot
+from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot, aft_mixers
 from aft_vision.layers.mixers import MIXERS
 from aft_vision.models.aft_vit import AFTVisionTransformer
 from aft_vision.modes import in_evaluation
@@ -125,7 +125,7 @@ def compare_logits(model: nn.Module, other: nn.Module, sizes: Sequence[tuple[int
 def _mixers(model: nn.Module, wanted: str) -> list[AFTMixer]:
     if not isinstance(model, AFTVisionTransformer):
         raise ValueError(f'expected {wanted}, got {type(model).__name__}, which is no AFT model')
-    return [module for module in model.modules() if isinstance(module, AFTMixer)]
+    return aft_mixers(model)
 
 
 def _onehot_mixers(model: nn.Module) -> list[AFTOnehot]:

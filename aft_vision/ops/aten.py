@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.common.numerics import accumulate_dtype, masked_values
+from aft_vision.ops.common.numerics import accumulate_dtype, gated, masked_values
 from aft_vision.ops.conv.onehot import onehot_means
 from aft_vision.ops.local.band import skew
 
@@ -261,8 +261,3 @@ def _mixed(q: Tensor | None, v: Tensor, y: Tensor) -> Tensor:
 
 def _ratio(num: Tensor, den: Tensor) -> Tensor:
     return num / den.clamp_min(TINY)
-
-
-def gated(q: Tensor | None, v: Tensor, y: Tensor) -> Tensor:
-    """Return sigmoid(q) y in the dtype of q, or y in that of v."""
-    return y.to(v.dtype) if q is None else (torch.sigmoid(q.to(y.dtype)) * y).to(q.dtype)

@@ -34,7 +34,7 @@ def multiply_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '')
 
 
-def is_covered(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def can_run(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `multiply_onednn` takes x (..., K), weight (N, K) and bias (N,), and can be faster.
 
     oneDNN reads x and the bias as if they were contiguous. Subclasses, such as quantised weights, have other products.

@@ -579,7 +579,7 @@ def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:
     if torch.compiler.is_compiling() or state[0].device.type != 'cpu' or state[0].dtype != torch.float32:
         return None
     kernels = _module('decode.step_cpp')
-    return kernels if kernels.covers_step(state, *inputs) else None
+    return kernels if kernels.supports_step(state, *inputs) else None
 
 
 _Operator('aft_full', FullInputs, check_full, find_places=tangent.full_places)

@@ -101,7 +101,7 @@ def token_grid(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
     """Return the rows and columns of tokens of images of size (H, W) in pixels.
 
     Raises:
-        ValueError: the model has not one grid of tokens.
+        ValueError: the model has no single grid of tokens.
     """
     patch_embed: Any = getattr(model, 'patch_embed', None)
     if not hasattr(patch_embed, 'dynamic_feat_size'):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTMixer
+from aft_vision.layers import aft_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
     FEWEST_IMAGES,
@@ -88,14 +88,14 @@ def report_sections(report: Report) -> list[Section]:
     Raises:
         ValueError: the model has no AFT mixer.
     """
-    if not _mixers(report.model):
+    if not aft_mixers(report.model):
         raise ValueError(f'expected an AFT model, got {type(report.model).__name__}, which has no AFT mixer')
     sections = [Section('Model', partial(_model_section, report))]
     if report.history:
         sections.append(Section('Training', partial(_training_section, report)))
     if {path.parent.name for path in report.labelled} & {*class_labels(report.model)}:
         sections.append(Section('Accuracy', partial(_accuracy_section, report)))
-    if any(mixer_bias(mixer) is not None for mixer in _mixers(report.model)):
+    if any(mixer_bias(mixer) is not None for mixer in aft_mixers(report.model)):
         sections.append(Section('Position biases', partial(_bias_section, report)))
     if report.averaged:
         sections.append(Section('Average relative attention', partial(_relative_section, report)))
@@ -107,7 +107,7 @@ def report_sections(report: Report) -> list[Section]:
 
 def model_facts(model: Any, size: tuple[int, int] | None = None) -> dict[str, str]:
     """Describe an AFT model: its size, its mixer and its input of (H, W) pixels, by default its own size."""
-    mixers = _mixers(model)
+    mixers = aft_mixers(model)
     bias = mixer_bias(mixers[0])
     height, width = size or default_size(model)
     grid = token_grid(model, (height, width))
@@ -243,10 +243,6 @@ def _photograph_section(report: Report, path: Path) -> str:
 def _truth(model: nn.Module, path: Path) -> str | None:
     """Return the name of the class that the folder of a photograph is named after, or None."""
     return dict(zip(class_labels(model), class_names(model), strict=True)).get(path.parent.name)
-
-
-def _mixers(model: nn.Module) -> list[AFTMixer]:
-    return [module for module in model.modules() if isinstance(module, AFTMixer)]
 
 
 def _name(model: Any) -> str:

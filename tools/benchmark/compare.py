@@ -114,7 +114,7 @@ class _Run:
             self.call = capture(self.call)
 
     def measure_memory(self, device: torch.device) -> None:
-        """Measure the peak of the call, and in training what autograd keeps; the memory of a graph is its own."""
+        """Measure the peak memory of the call and the bytes that autograd keeps; a graph has memory of its own."""
         if self.row['form'] == GRAPH:
             return
         figures = {'peak_bytes': peak_memory(self.call, device)}
@@ -153,7 +153,7 @@ def compare(
     memory: bool = True,
     count: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure alternatives; when one fails, as for lack of memory, the others go on without it.
+    """Measure alternatives; if one fails, for example for lack of memory, the others continue.
 
     Args:
         rounds: In each, every alternative has one time; 0 takes no times.

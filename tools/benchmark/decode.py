@@ -34,7 +34,7 @@ def measure_decode(device: torch.device, rounds: int, **model_args: Any) -> list
 
     Args:
         rounds: In each, every model takes a token at every position.
-        model_args: Of the models, besides the paper's L = 24 and d = 256.
+        model_args: Arguments of the models, besides the paper's L = 24 and d = 256.
 
     Returns:
         A row for each batch size and model: `image_seconds` of the batch is the trapezoid sum of the times of a token,

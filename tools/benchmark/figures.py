@@ -75,7 +75,7 @@ def memory(make: Make, direction: str = 'forward', *, rounds: int) -> Figure:
 
 
 def memory_exponent(make: Callable[[int], Candidate], lengths: tuple[int, int], *, rounds: int) -> Figure:
-    """Measure the power of the tokens that the peak of the forward grows with; 1 is linear."""
+    """Measure the exponent with which the forward's peak memory grows in the tokens; 1 is linear."""
     growth = memory(lambda: [make(length) for length in lengths], rounds=rounds).measured
     return Figure(math.log(growth) / math.log(lengths[1] / lengths[0]))
 

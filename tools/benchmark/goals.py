@@ -138,7 +138,7 @@ def devices(goals: Sequence[Goal]) -> list[str]:
 
 
 def measure_goals(goals: Sequence[Goal], rounds: int) -> list[dict[str, Any]]:
-    """Measure every goal, and write each to standard error as it comes; one that fails ends nothing.
+    """Measure every goal, and write each to standard error when done; a failure does not stop the others.
 
     Returns:
         A row for each: `row`, `what`, `floor`, `goal`, `at_most`, the fields of its Figure, the `processor`, `error`

@@ -46,7 +46,7 @@ def peak_memory(call: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_resident(call: Callable[[], object]) -> int | None:
-    """Measure by how many bytes a call grows the memory of this process at most; None where Linux does not tell.
+    """Measure the largest growth of this process's memory during a call, in bytes; None without Linux's counters.
 
     Runtimes keep what they have allocated for later calls, so only their first call tells.
     """

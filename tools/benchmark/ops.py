@@ -28,7 +28,7 @@ class Operation(NamedTuple):
     """An operation of AFT, and causal or whole attention on inputs of the same size.
 
     Args:
-        name: Of a function of `ops`.
+        name: Name of a function of `ops`.
         shape: (B, T, D) of q and v, and of k, which has as many channels for AFT-conv as its kernel has heads.
         heads: Number in the attention.
         bias: Shape of the position bias; of AFT-axial its heads alone, as its lengths are those of the grid.
@@ -91,8 +91,8 @@ def candidates_of(
     """Return attention, causal and whole as the operations are, the paper's baseline of the first, and the operations.
 
     Args:
-        operations: Of one shape.
-        dtype: Of q, k and v.
+        operations: Operations of one shape.
+        dtype: Dtype of q, k and v.
     """
     calls = {each.attention_title: (each.attention, each.attention_title) for each in operations}
     calls |= {each.title: (each.own, each.attention_title) for each in operations}

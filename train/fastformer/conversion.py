@@ -94,7 +94,7 @@ class ConversionRun(TextRun):
 
     Attributes:
         splits: As `data.behaviors` has them.
-        table: Of their texts and types.
+        table: Their texts and types.
     """
 
     config: ConversionConfig

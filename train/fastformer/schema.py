@@ -201,7 +201,7 @@ class TextConfig(Experiment):
         """Return the `model` section with its values in their types.
 
         Args:
-            keys: Of the whole experiment, for the nearest of one that is unknown.
+            keys: Keys of the whole experiment, to suggest the nearest to an unknown one.
 
         Raises:
             ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
@@ -219,8 +219,8 @@ def check_text_model(
     """Check `{preset: ..., **keyword arguments of FastformerConfig}`, building nothing.
 
     Args:
-        max_length: Of a text, in tokens.
-        keys: Of the whole experiment, for the nearest of one that is unknown.
+        max_length: Maximal tokens of a text.
+        keys: Keys of the whole experiment, to suggest the nearest to an unknown one.
         kind: That class, or the task's subclass of it, whose fields it may have too.
         reserved: Fields that are not for an experiment, and why.
 
@@ -289,7 +289,7 @@ def text_model_config(
     """Create the FastformerConfig of the `model` section: its preset of Table 9, if any, changed by its other keys.
 
     Args:
-        max_length: Of a text, in tokens.
+        max_length: Maximal tokens of a text.
         kind: That class, or the task's subclass of it.
         more: What the data decide.
 

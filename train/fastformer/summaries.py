@@ -91,7 +91,7 @@ class Generation:
     Attributes:
         num_beams: Beams of the search; 1 takes the most likely token each time.
         length_penalty: Above 0 favours long summaries among the beams, below 0 short ones; 1 where there is one beam.
-        no_repeat_ngram_size: So many tokens in a row occur once in a summary; 0 for no such rule.
+        no_repeat_ngram_size: No sequence of this many tokens occurs twice in a summary; 0 allows any.
         min_length: Fewest tokens of a summary, fewer than `data.max_summary_length`; the end token is not counted.
         validate: Also generate summaries of the validation texts each epoch; the one with the best rougeL is tested.
             Else it is the one with the least loss.

@@ -152,7 +152,7 @@ def split_behaviors(
         division: `random`: rows at random, each part with the same share of labels. `last`: the first rows are the
             first part and the last rows the last, which leaks nothing of the future where rows are in the order of
             time; an impression is in one part. `user`: users at random, of whom every row is in the same part.
-        seed: Of what is random.
+        seed: Seed of the random division.
         fractions: Share of each part, of rows or of users; they add up to 1.
 
     Raises:
@@ -188,10 +188,10 @@ class BehaviorCollator:
     """A collator for `FastformerForConversion`, with every text of a batch once and behaviours padded at the end.
 
     Args:
-        table: Of the data sets.
-        tokenizer: Of the model.
-        types: Of the model's behaviours, `config.behavior_types`.
-        max_length: Where texts are cut off, in tokens.
+        table: Texts and types of the data sets.
+        tokenizer: Tokenizer of the model.
+        types: Behaviour types of the model, `config.behavior_types`.
+        max_length: Maximal tokens of a text.
 
     Raises:
         ValueError: the table has a type that the model does not know.

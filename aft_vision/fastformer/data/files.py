@@ -95,7 +95,7 @@ def read_delimited(
     Args:
         columns: Their names; None where the first line holds them.
         quoted: Whether quotes may surround a field with delimiters and line ends; else a quote is a character.
-        encoding: Of the characters, by its name in Python.
+        encoding: Encoding of the characters, by its name in Python.
         needed: Columns that must be among those of the first line.
         typed: Whether the names in the first line end with types, which are removed, such as RecBole's `user_id:token`.
 

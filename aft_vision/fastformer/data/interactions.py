@@ -34,7 +34,7 @@ ALIMAMA_COLUMNS = (
 
 
 class Rating(NamedTuple):
-    """A user's of a film, which is a row of the films; `seconds` is when, since 1970."""
+    """A user's rating of a film; `film` is its row in the films, `seconds` the time since 1970."""
 
     user: str
     film: int

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from aft_vision.fastformer.data.batches import AnyDataset, token_ids
 from aft_vision.fastformer.data.files import MissingColumnsError, Record
-from aft_vision.fastformer.data.splits import FRACTIONS
+from aft_vision.fastformer.data.splits import FRACTIONS, check_fractions
 from aft_vision.fastformer.data.table import check_text, complete_records, dataset_records, draw_rows, read_records
 
 CNN_DAILYMAIL = dict(name='abisee/cnn_dailymail', config='3.0.0', text='article', summary='highlights')
@@ -146,10 +146,9 @@ def split_summaries(dataset: Dataset, seed: int = 0, fractions: Mapping[str, flo
         fractions: Share of each part; they add up to 1.
 
     Raises:
-        ValueError: a part would have no row, or the fractions do not add up to 1 or are not above 0.
+        ValueError: a part would have no row, or the fractions are not two or more above 0 that add up to 1.
     """
-    if min(fractions.values(), default=0) <= 0 or abs(sum(fractions.values()) - 1) > 1e-6:
-        raise ValueError(f'expected fractions above 0 that add up to 1, got {dict(fractions)}')
+    check_fractions(fractions)
     order = np.random.default_rng(seed).permutation(len(dataset))
     group = pd.factorize(_equal_rows(dataset)[order])[0]
     # Ends of the groups after sorting the rows by group.

@@ -1,7 +1,7 @@
 """AFT-local with the future masked on a CPU: `local.cpp` and `local_backward.cpp`, with sums in float32.
 
-The blocks and repairs are those of `ops.causal.eager`, in whose place it comes. Unlike in it a reference lies up to
-8 nats above the keys before its block, and stays until one of them exceeds it, or one of the block by the headroom.
+Blocks and repairs are those of `ops.causal.eager`, which it replaces. Here a reference lies up to 8 nats above the keys
+before its block, and stays until one of them exceeds it, or one of the block by the headroom.
 """
 
 import ctypes

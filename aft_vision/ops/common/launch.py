@@ -55,20 +55,21 @@ def can_run(inputs: Sequence[Any]) -> bool:
     All tensors must be on one device where Triton runs, in its floating-point types, not empty, and small enough for
     the kernels' offsets and grids; larger ones give one warning.
     """
-    return _covers(inputs) and failure(_device(inputs)) is None
+    return _supports(inputs) and failure(_device(inputs)) is None
 
 
 def check(inputs: Sequence[Any]) -> None:
     """Raise a RuntimeError if the kernels support these inputs but Triton fails to compile."""
     device = _device(inputs)
-    reason = failure(device) if _covers(inputs) else None
+    reason = failure(device) if _supports(inputs) else None
     if reason is not None:
         raise RuntimeError(
-            f"backend='triton' needs Triton to compile for {device}, which fails: {reason}; backend='auto' does without"
+            f"backend='triton' needs Triton to compile for {device}, which fails: {reason}; "
+            "backend='auto' works without it"
         )
 
 
-def _covers(inputs: Sequence[Any]) -> bool:
+def _supports(inputs: Sequence[Any]) -> bool:
     tensors, device = [x for x in inputs if isinstance(x, Tensor)], _device(inputs)
     return (
         supports(device)

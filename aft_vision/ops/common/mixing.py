@@ -3,7 +3,6 @@
 `Weights` represents W = exp(w - reference). The operators differ only in how W is applied.
 """
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -11,7 +10,16 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import Inputs, Qkv
-from aft_vision.ops.common.numerics import UNDERFLOW, accumulate_dtype, gate, masked_values, may_branch, shifted_exp
+from aft_vision.ops.common.numerics import (
+    UNDERFLOW,
+    accumulate_dtype,
+    by_head,
+    chunks,
+    gate,
+    masked_values,
+    may_branch,
+    shifted_exp,
+)
 from aft_vision.ops.common.repair import joint_softmax, lost_elements
 
 # Workspace of one batch chunk, in elements of (token, batch, value and key); fits into the caches.
@@ -96,7 +104,7 @@ class BiasGradient:
 def mix_forward(inputs: Inputs, weights: Weights, out: Tensor, den: Tensor) -> None:
     """Write y (B, T, D) into out and, unless den is empty, the denominators (B, T, h) into den."""
     buffers = _Buffers(weights)
-    for part in _chunks(inputs.v, weights):
+    for part in chunks(inputs.v, weights.chunk_elements // 2):
         chunk, spaces = _slice_inputs(inputs, part), buffers.take(len(inputs.k[part]))
         _forward_chunk(chunk, weights, spaces, out[part], den[part] if den.numel() else den)
 
@@ -113,7 +121,7 @@ def mix_backward(
     q, k, v = inputs.q, inputs.k, inputs.v
     found = Qkv(None if q is None else q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), None)
     buffers = _Buffers(weights, count=3)
-    for part in _chunks(v, weights):
+    for part in chunks(v, weights.chunk_elements // 2):
         results, spaces = (grad[part], y[part], den[part]), buffers.take(len(k[part]))
         chunk, into = _slice_inputs(inputs, part), _slice_inputs(found, part)
         _backward_chunk(*results, chunk, weights, need_bias, spaces, into)
@@ -124,7 +132,7 @@ def _forward_chunk(inputs: Qkv, weights: Weights, spaces: list[Workspace], out: 
     # Compute y and, unless den is empty, the denominators of b sequences, with two workspaces of that size.
     q, k, v, mask = inputs
     x, spare = spaces
-    v = _by_head(masked_values(v, mask), k.shape[2])
+    v = by_head(masked_values(v, mask), k.shape[2])
     _fill_exponentials(x, k, v, mask)
     sums = weights.apply(x, spare)
     dtype, bottom = accumulate_dtype(v), sums.keys.to(accumulate_dtype(v))
@@ -151,7 +159,7 @@ def _backward_chunk(
     q, k, v, mask = inputs
     dq, dk, dv, _ = into
     dtype, heads = accumulate_dtype(v), k.shape[2]
-    v_ = _by_head(masked_values(v, mask), heads)
+    v_ = by_head(masked_values(v, mask), heads)
     g, out = grad.to(dtype), y.to(dtype)
     go = g * out
     s = gate(q, dtype)
@@ -159,18 +167,18 @@ def _backward_chunk(
         dq.copy_(torch.addcmul(go, go, s, value=-1))
     bottom = den.to(dtype).unsqueeze(-1)  # (b, T, h, 1)
     lost = _underflowed(bottom)
-    a = _by_head(g if s is None else g * s, heads)  # (b, T, h, c)
+    a = by_head(g if s is None else g * s, heads)  # (b, T, h, c)
     r, x, spare = spaces
     r = r.of_targets()
     top = 1 / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
     if lost is not None:
         top = top.masked_fill(lost, 0.0)
     torch.mul(a, top, out=r.values)
-    r.keys.copy_(_by_head(go, heads).sum(-1, keepdim=True).mul_(top).neg_())
+    r.keys.copy_(by_head(go, heads).sum(-1, keepdim=True).mul_(top).neg_())
     _fill_exponentials(x, k, v_, mask)
     z = weights.apply_transpose(r, spare)
     wide = [d if d.dtype == dtype else torch.empty(d.shape, dtype=dtype, device=d.device) for d in (dk, dv)]
-    dk_, dv_ = wide[0].unsqueeze(-1), _by_head(wide[1], heads)
+    dk_, dv_ = wide[0].unsqueeze(-1), by_head(wide[1], heads)
     torch.mul(z.values, x.keys, out=dv_)
     torch.mul((z.values * v_).sum(-1, keepdim=True).add_(z.keys), x.keys, out=dk_)
     if need_bias:
@@ -245,25 +253,14 @@ def _fill_exponentials(x: Workspace, k: Tensor, v: Tensor, mask: Tensor | None) 
 
 
 def _write_gated(out: Tensor, q: Tensor | None, ratio: Tensor) -> None:
-    result = _by_head(out, ratio.shape[2])
+    result = by_head(out, ratio.shape[2])
     if q is None:
         result.copy_(ratio)
     elif out.dtype == ratio.dtype:
         torch.sigmoid(q, out=out)
         result.mul_(ratio)
     else:
-        torch.mul(_by_head(torch.sigmoid(q.to(ratio.dtype)), ratio.shape[2]), ratio, out=result)
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    # (b, T, D) -> (b, T, h, D / h)
-    return x.unflatten(2, (heads, -1))
-
-
-def _chunks(v: Tensor, weights: Weights) -> Iterator[slice]:
-    step = max(1, weights.chunk_elements // (2 * v.shape[1] * v.shape[2])) if may_branch(v) else len(v)
-    for start in range(0, len(v), step):
-        yield slice(start, start + step)
+        torch.mul(by_head(torch.sigmoid(q.to(ratio.dtype)), ratio.shape[2]), ratio, out=result)
 
 
 def _slice_inputs(inputs: Inputs, part: slice) -> Qkv:

@@ -1,6 +1,7 @@
-"""Data types, the gate and the shifted exponentials, shared by all torch forms."""
+"""Data types, the gate, the shifted exponentials and parts of a batch, shared by all torch forms."""
 
 import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -69,6 +70,23 @@ def gate(q: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if q is None else torch.sigmoid(q.to(dtype))
 
 
+def gated(q: Tensor | None, v: Tensor, y: Tensor) -> Tensor:
+    """Return sigmoid(q) y in the dtype of q, or y in that of v."""
+    return y.to(v.dtype) if q is None else (torch.sigmoid(q.to(y.dtype)) * y).to(q.dtype)
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """Return a view (B, T, h, D / h) of (B, T, D)."""
+    return x.unflatten(2, (heads, -1))
+
+
 def may_branch(x: Tensor) -> bool:
     """Return whether a branch on values is free: on an accelerator it would synchronise every layer."""
     return x.device.type == 'cpu'
+
+
+def chunks(v: Tensor, elements: int) -> Iterator[slice]:
+    """Return the parts of a batch (B, T, D) that hold so many elements at most, at least one sequence each."""
+    step = max(1, elements // (v.shape[1] * v.shape[2])) if may_branch(v) else len(v)
+    for start in range(0, len(v), step):
+        yield slice(start, start + step)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import Inputs
-from aft_vision.ops.common.numerics import accumulate_dtype, gate, masked_keys, masked_values
+from aft_vision.ops.common.numerics import accumulate_dtype, by_head, gate, masked_keys, masked_values
 
 # Elements of p, (B, h, N, T), of one block of targets.
 BLOCK_ELEMENTS = 1 << 21
@@ -76,7 +76,7 @@ def onehot_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
 
 
 def axial_places(inputs: Any, target: Tensor, source: Tensor) -> Places:
-    """Find the biases of `ops.aft_axial`, those of columns after those of rows in the table."""
+    """Return the positions of the biases of `ops.aft_axial`: in the table, columns follow rows."""
     width, rows, columns = inputs.grid[1], inputs.row_bias.shape[1], inputs.column_bias.shape[1]
     row = source // width - target // width + rows // 2
     column = source % width - target % width + columns // 2
@@ -137,9 +137,9 @@ def _differentiate_by_operator(
     mean = average(v)
     if dk is None:
         return mean, torch.zeros_like(mean) if dv is None else average(dv)
-    by_head = _by_head(v, heads) * dk.unsqueeze(-1)
-    slope = average(by_head.flatten(2) if dv is None else by_head.flatten(2) + dv)
-    return mean, slope - (_by_head(mean, heads) * average(dk).unsqueeze(-1)).flatten(2)
+    moved = (by_head(v, heads) * dk.unsqueeze(-1)).flatten(2)
+    slope = average(moved if dv is None else moved + dv)
+    return mean, slope - (by_head(mean, heads) * average(dk).unsqueeze(-1)).flatten(2)
 
 
 def _differentiate_jointly(
@@ -154,7 +154,7 @@ def _differentiate_jointly(
     # With a tangent of the bias, in tables. The joint softmax never underflows.
     v, mask = inputs.v, inputs.mask
     keys = masked_keys(inputs.k, mask).transpose(1, 2).unsqueeze(2)  # (B, h, 1, T)
-    values = _by_head(v, heads).transpose(1, 2)  # (B, h, T, c)
+    values = by_head(v, heads).transpose(1, 2)  # (B, h, T, c)
     source = torch.arange(v.shape[1], device=v.device)
     means, slopes = [], []
     for target in source.unsqueeze(1).split(max(1, BLOCK_ELEMENTS // max(1, keys.numel()))):
@@ -164,7 +164,7 @@ def _differentiate_jointly(
         mean = p @ values
         slope = dp @ values - mean * dp.sum(3, keepdim=True)
         means.append(mean)
-        slopes.append(slope if dv is None else slope + p @ _by_head(dv, heads).transpose(1, 2))
+        slopes.append(slope if dv is None else slope + p @ by_head(dv, heads).transpose(1, 2))
     mean, slope = (torch.cat(x, 2).transpose(1, 2).flatten(2) for x in (means, slopes))
     return mean, slope
 
@@ -200,8 +200,3 @@ def _band_places(width: int, own: int, target: Tensor, source: Tensor) -> Places
     place = source - target + own
     biased = (place >= 0) & (place < width)
     return Places(target * width + place.where(biased, 0), biased)
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    # (B, T, D) -> (B, T, h, D / h)
-    return x.unflatten(2, (heads, -1))

@@ -53,7 +53,7 @@ def direct_kernel(
     num, den = tl.zeros([BT, BS, BD], tl.float32), tl.zeros([BT, BS, BD], tl.float32)
     for start in range(0, T, BS):
         s = start + tl.arange(0, BS)
-        ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, s[:, None], channel, 0, inside, B, T, D, 1)
+        ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, s[:, None], channel, 0, inside, T, D, 1)
         weights = tl.broadcast_to(outside, [BT, BS, BD])
         if ((start + BS - 1) // width >= low) & (start // width <= high):
             # Sources beyond the end need a finite weight: the table is infinite at some shifts beyond the grid.

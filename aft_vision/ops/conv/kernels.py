@@ -42,7 +42,7 @@ def load_sources(K, V, MASK, k_strides, v_strides, b, t, h, c, inside, T, C: tl.
 
 @triton.jit
 def load_terms(
-    K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C: tl.constexpr
+    K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, T, total, C: tl.constexpr
 ):  # fmt: skip
     """Load exp(k - peak) and v of a token, 0 where it is masked or outside the sequence."""
     k, v = load_sources(K, V, MASK, k_strides, v_strides, b, t, h, c, inside, T, C)
@@ -148,7 +148,7 @@ def terms_kernel(
 ):  # fmt: skip
     """Write the terms e^k v of each channel, and e^k, of one token."""
     t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
-    ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C)
+    ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, T, total, C)
     place = TERMS + (h * length + t) * columns + b
     tl.store(place + c * B, ek * v, mask=inside & (c < C))
     tl.store(place + C * B, ek, mask=inside)
@@ -195,7 +195,7 @@ def sources_kernel(
 ):  # fmt: skip
     """Compute the gradients of k and v of one token from those of its terms."""
     t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
-    ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, B, T, total, C)
+    ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, T, total, C)
     place = SUMS + (h * length + t) * columns + b
     d_num = tl.load(place + c * B, mask=inside & (c < C), other=0.0)
     d_den = tl.load(place + C * B, mask=inside, other=0.0)

@@ -7,13 +7,11 @@ den = sum e^k + (e^w - 1) e^k[o] cancels only if o is the largest key, w is very
 smaller. These means come from a softmax instead, which neither cancels nor underflows.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import OnehotInputs, empty_output
-from aft_vision.ops.common.numerics import accumulate_dtype, gate, masked_keys, masked_values, may_branch
+from aft_vision.ops.common.numerics import accumulate_dtype, chunks, gate, masked_keys, masked_values, may_branch
 
 # Workspace of one batch chunk, in elements of its values; fits into the L2 cache.
 CHUNK_ELEMENTS = 1 << 18
@@ -85,7 +83,7 @@ def onehot_forward(inputs: OnehotInputs, save: bool) -> tuple[Tensor, Tensor]:
     q, k, v, offset, weight, grid, mask = inputs
     out = empty_output(q, v)
     index = _sources(offset, (grid[0], grid[1]))
-    for part in _chunks(v):
+    for part in chunks(v, CHUNK_ELEMENTS):
         sums = _Sums(k[part], v[part], weight, _slice(mask, part), may_branch(k))
         means = _take(sums.means(), index).view(out[part].shape)
         s = gate(_slice(q, part), means.dtype)
@@ -107,7 +105,7 @@ def onehot_backward(
     # For each source the target whose offset leads to it, and the targets whose offset leaves the grid.
     targets = _sources(-offset, (grid[0], grid[1]))
     outside = (_sources(offset, (grid[0], grid[1])) >= v.shape[1] * heads).view(-1, heads, 1).to(dtype)
-    for part in _chunks(v):
+    for part in chunks(v, CHUNK_ELEMENTS):
         g = grad[part].to(dtype)
         s = gate(_slice(q, part), dtype)
         if s is not None:
@@ -172,12 +170,6 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 def _channel_sum(x: Tensor) -> Tensor:
     # (B, T, h, c) -> (B, T, h, 1)
     return x if x.shape[3] == 1 else x.sum(3, keepdim=True)
-
-
-def _chunks(v: Tensor) -> Iterator[slice]:
-    step = max(1, CHUNK_ELEMENTS // (v.shape[1] * v.shape[2])) if may_branch(v) else len(v)
-    for start in range(0, len(v), step):
-        yield slice(start, start + step)
 
 
 def _slice(x: Tensor | None, part: slice) -> Tensor | None:

@@ -9,7 +9,7 @@ from aft_vision.ops import operator
 from aft_vision.ops.causal.bias import BandBias, NoBias
 from aft_vision.ops.causal.eager import Past, mix_causal
 from aft_vision.ops.common.inputs import Qkv
-from aft_vision.ops.common.numerics import may_branch, without_autocast
+from aft_vision.ops.common.numerics import gated, may_branch, without_autocast
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState, check_local_state, check_simple_state
@@ -36,7 +36,7 @@ def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) 
     dtype = state.reference.dtype
     with torch.no_grad():
         mean = decode.simple_step(k.to(dtype), v.to(dtype), *state)
-        return _finish(q, v, mean), state
+        return gated(q, v, mean), state
 
 
 def aft_local_step(
@@ -72,7 +72,7 @@ def aft_local_step(
             mean = torch.ops.aft_vision.aft_local_step(k, v.to(dtype), row, *state)
         else:
             mean = decode.local_step(k, v.to(dtype), row, *state)
-        return _finish(q, v, mean), state
+        return gated(q, v, mean), state
 
 
 def compile_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> Callable[[Tensor], Tensor] | None:
@@ -87,7 +87,7 @@ def compile_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> Callabl
         A function from a token (B, C), which it overwrites, to (B, n); None if C++ does not support the blocks.
     """
     kernels = operator.step_kernels([head.weight])
-    if kernels is None or not kernels.covers_decoder(blocks, head, batch):
+    if kernels is None or not kernels.supports_decoder(blocks, head, batch):
         return None
     return kernels.CompiledDecoder(blocks, head, batch)
 
@@ -158,11 +158,7 @@ def aft_local_prefill(
     held_keys[:, slots], held_values[:, slots] = keys[:, leaving:], values[:, leaving:]
     decode.encode(held_keys, held_values, state.reference, state.sums, state.ring, state.holds_keys)
     state.position.add_(tokens)
-    return _finish(q, v, mean), state
-
-
-def _finish(q: Tensor | None, v: Tensor, mean: Tensor) -> Tensor:
-    return mean.to(v.dtype) if q is None else (torch.sigmoid(q.to(mean.dtype)) * mean).to(q.dtype)
+    return gated(q, v, mean), state
 
 
 def _check_tokens(q: Tensor | None, k: Tensor, v: Tensor, expected: tuple[int, ...]) -> None:

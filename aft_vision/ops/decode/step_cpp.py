@@ -60,7 +60,7 @@ class _Limits(ctypes.Structure):
 LIMITS = _Limits(decode.HEADROOM, decode.REACH, decode.SMALLEST)
 
 
-def covers_step(state: Sequence[Tensor], *inputs: Tensor | None) -> bool:
+def supports_step(state: Sequence[Tensor], *inputs: Tensor | None) -> bool:
     """Return whether the steps support a token with such a state: on a CPU, in float32."""
     for x in inputs:
         if x is not None and not x.is_cpu:
@@ -103,7 +103,7 @@ def local_step(q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: 
 
 @torch.no_grad()
 def _repair(found: int, q: Tensor | None, k: Tensor, v: Tensor, row: Tensor, state: Sequence[Tensor]) -> Tensor:
-    # y (B, D) by torch, after what `aft_local_step` has returned.
+    # y (B, D) in torch, where the compiled step reported a repair.
     reference, sums, ring, position, holds_keys = state
     if found >= 3:
         raise IndexError(f'expected a position with a row of the bias, got {decode.tokens_seen(position)}')
@@ -114,7 +114,7 @@ def _repair(found: int, q: Tensor | None, k: Tensor, v: Tensor, row: Tensor, sta
     return mean if q is None else mean * torch.sigmoid(q.contiguous())
 
 
-def covers_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> bool:
+def supports_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> bool:
     """Return whether `CompiledDecoder` supports such blocks, whose parts match one another."""
     channels = head.weight.shape[-1]
     return (
@@ -159,7 +159,7 @@ class CompiledDecoder:
         return out
 
     def _mix(self, block: Block, found: int) -> Tensor:
-        # By torch, after what `aft_decode` has returned.
+        # In torch, where the compiled decoder reported a repair.
         batch, channels = self._workspace[1].shape
         width = len(block.qkv.weight)
         projected = self._workspace[0].flatten()[: batch * width].view(batch, width)
@@ -201,7 +201,7 @@ def _matches(block: Block, batch: int, channels: int) -> bool:
         return False
     if _mixer(block) == CALLER:
         return True
-    if block.state[0].shape != (batch, channels) or not covers_step(block.state):
+    if block.state[0].shape != (batch, channels) or not supports_step(block.state):
         return False
     if len(qkv.weight) != (2 + block.gated) * channels:
         return False

@@ -34,7 +34,7 @@ from aft_vision.ops.full.kernels import (
     whole_sources_kernel,
 )
 
-# Elements of the gradients of the bias of single sequences that are there at once.
+# Elements of the bias gradients of single sequences that exist at the same time.
 GRADIENTS = 1 << 25
 
 

@@ -183,7 +183,7 @@ def test_parts_without_a_row_or_of_other_sums_are_errors():
     with pytest.raises(ValueError, match=r'expected rows for each of .* got 3 in all'):
         split_summaries(numbers(3))
     for fractions in ({'train': 0.7, 'test': 0.2}, {'train': 1.2, 'test': -0.2}, {'train': 1.0, 'test': 0.0}, {}):
-        with pytest.raises(ValueError, match='expected fractions above 0 that add up to 1, got '):
+        with pytest.raises(ValueError, match='expected two or more fractions above 0 that add up to 1, got '):
             split_summaries(numbers(9), fractions=fractions)
 
 
