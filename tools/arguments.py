@@ -18,9 +18,10 @@ class CommandParser(argparse.ArgumentParser):
     A command parses its arguments once before its slow imports too, so that --help and errors are immediate.
     """
 
-    def __init__(self, description: str | None) -> None:
+    def __init__(self, description: str | None, prog: str | None = None) -> None:
         module = getattr(sys.modules['__main__'], '__spec__', None)
-        prog = None if module is None else f'python -m {module.name.removesuffix(".__main__")}'
+        if prog is None and module is not None:
+            prog = f'python -m {module.name.removesuffix(".__main__")}'
         super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument('--debug', action='store_true', help='show the traceback of an error')
 

@@ -2,9 +2,9 @@
 
 python -m tools.detect --model NAME --data FOLDER_OR_TAR --out OUT [--cpu-minutes 60] [--resume]
 
-The data set is one of classification: a folder per split, and a folder per class in it. A scene has whole photographs
-at random scale, place and overlap, on enlarged corners of others; the classes of its boxes are those of the
-photographs. Training scenes have photographs of the split train, the scenes of the evaluation those of --split.
+The data set is one of classification: a folder per split, and a folder per class in it. Scenes are composed of
+its photographs at random scale, place and overlap, on enlarged corners of other photographs; the class of a box is that
+of its photograph. Photographs of the split train make the scenes for training, those of --split for the evaluation.
 
 The backbone is any model of timm, untrained. The detector is torchvision's FCOS with two convolutions per branch, on
 maps of strides 8, 16 and 32: those of the backbone merged by a feature pyramid network, or if it has others, those of a

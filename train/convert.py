@@ -6,7 +6,7 @@ FILE is a YAML experiment such as configs/small/imagenette_convert.yaml: one of 
 `convert`. `distill.teacher` is the ViT; `model` is the AFT model, of its width and at most its depth.
 
 copy      the weights that have the same role in both, as by tools.transfer_deit
-blocks    each block learns the output of the teacher's block from the teacher's input, all side by side, without labels
+blocks    each block learns the output of the teacher's block, on the teacher's input to that block, without labels
 features  the whole model learns the teacher's last features, without labels
 labels    the model is fine-tuned, as by train.imagenet
 
