@@ -1,9 +1,7 @@
 """Accuracy of a classifier on a loader, and loading of checkpoints."""
 
-import contextlib
 import logging
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from aft_vision.data.native import Inputs, move
+from aft_vision.devices import synchronize
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.layers import aft_mixers
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
@@ -26,9 +25,7 @@ from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import find_stated_grid, load_pretrained
 from aft_vision.models.weight_files import check_checksum, load_torch_file
 from aft_vision.modes import in_evaluation
-from aft_vision.ops.common.errors import first_line
 from aft_vision.sizes import record_size
-from aft_vision.timing import synchronize
 
 _logger = logging.getLogger(__name__)
 
@@ -265,29 +262,6 @@ def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, 
     return source.state_dict(), bool(aft_mixers(source)), grid
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return a device by name; `auto` means CUDA if available.
-
-    Raises:
-        ValueError: this machine has no such device.
-    """
-    if name == 'auto':
-        name = 'cuda' if torch.cuda.is_available() else 'cpu'
-    try:
-        device = torch.device(name)
-        if device.type == 'meta':
-            raise RuntimeError('it holds no values')
-        if device.type == 'cuda':
-            # Do not allocate on it: each of several processes uses another device.
-            if (device.index or 0) >= torch.cuda.device_count():
-                raise RuntimeError(f'there are {torch.cuda.device_count()} CUDA devices')
-        else:
-            torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ValueError(f'expected auto or a device of this machine, got {name!r}: {first_line(error)}') from error
-    return device
-
-
 def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> None:
     """Raise a ValueError unless the data set has the classes of the model, in the same order."""
     if len(class_names) != model.num_classes:
@@ -304,27 +278,6 @@ def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> No
     numbered = [str(index) for index in range(len(class_names))]
     if differing and numbered not in (list(trained), list(class_names)):
         raise ValueError(f'expected the classes of the model in {data}, got {differing[0][1]} for {differing[0][0]}')
-
-
-def reset_peak_memory(device: torch.device | str) -> None:
-    """Start a new measurement of `peak_memory_mb`, if supported: on CUDA, and on the CPU under Linux."""
-    if torch.device(device).type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        Path('/proc/self/clear_refs').write_text('5')
-
-
-def peak_memory_mb(device: torch.device | str) -> float:
-    """Return the peak allocation on the device, or the peak resident memory of this process on a CPU, in MiB."""
-    if torch.device(device).type == 'cuda':
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    with contextlib.suppress(OSError):
-        for line in Path('/proc/self/status').read_text().splitlines():
-            if line.startswith('VmHWM:'):
-                return int(line.split()[1]) / 2**10
-    # macOS counts bytes, the others kilobytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10)
 
 
 def _throughput(timings: list[tuple[int, float]]) -> float:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from aft_vision.devices import synchronize
+
 # A shorter call is repeated, so that the clock and the first cache misses do not affect the time.
 LEAST_SECONDS = 0.02
 
@@ -96,12 +98,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     # Quartiles need two values.
     low, _, high = statistics.quantiles(values if len(values) > 1 else [*values] * 2, n=4, method='inclusive')
     return low, high
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has finished its work."""
-    if device.type != 'cpu':
-        torch.accelerator.synchronize(device)
 
 
 def _time(call: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -65,8 +65,9 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
     'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv', 'numba')),
     'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.inline', 'aft_vision.modes', 'einops', *TEXT)),
+    'aft_vision.devices': Rule(('aft_vision.ops.common.errors',)),
     'aft_vision.evaluate': Rule(
-        (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('files', 'modes', 'sizes', 'timing')))
+        (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('devices', 'files', 'modes', 'sizes', 'timing')))
     ),
     'aft_vision.files': Rule(()),
     'aft_vision.inline': Rule(()),
@@ -81,7 +82,7 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.likelihood': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.evaluate')),
     'aft_vision.resolution': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize')),
     'aft_vision.sizes': Rule(('timm', 'aft_vision.layers')),
-    'aft_vision.timing': Rule(()),
+    'aft_vision.timing': Rule(('aft_vision.devices',)),
     'aft_vision.visualize': Rule(
         (*ABOVE_MODELS.anywhere, 'aft_vision.modes', 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)
     ),

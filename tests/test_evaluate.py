@@ -1,5 +1,3 @@
-import mmap
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +14,7 @@ from aft_vision.evaluate import (
     initialize_model,
     load_matching_state_dict,
     load_model,
-    peak_memory_mb,
     read_checkpoint,
-    reset_peak_memory,
-    resolve_device,
 )
 from aft_vision.models.decoders import load_decoder
 from aft_vision.models.transfer_source import load_source
@@ -176,18 +171,6 @@ def test_a_loaded_model_knows_its_preprocessing_and_classes(tmp_path):
     make_checkpoint(tmp_path / 'best.pth', data_config={'crop_pct': 0.7}, class_names=['x', 'y', 'z'])
     cfg = load_model(tmp_path / 'best.pth').pretrained_cfg
     assert (cfg['crop_pct'], cfg['label_names']) == (0.7, ['x', 'y', 'z'])
-
-
-@pytest.mark.parametrize('name', ['gpu', 'meta', 'cuda:99', 'cuda', 'hpu'])
-def test_a_device_that_is_not_there_is_named(name, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 0)
-    with pytest.raises(ValueError, match=f"a device of this machine, got '{name}'"):
-        resolve_device(name)
-
-
-def test_auto_is_the_cpu_without_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert resolve_device('auto') == torch.device('cpu')
 
 
 def test_several_models_are_evaluated_in_one_pass():
@@ -348,19 +331,3 @@ def test_the_stated_grid_of_a_vit_is_that_of_its_positions(tmp_path):
     initialize_model(model, tmp_path / 'start.pth')
     wanted = resample_abs_pos_embed(vit.pos_embed, [4, 4], [2, 8], num_prefix_tokens=1)
     torch.testing.assert_close(model.pos_embed, wanted)
-
-
-@pytest.mark.skipif(sys.platform != 'linux', reason='the peak can be reset under Linux only')
-def test_the_peak_memory_is_that_since_the_reset():
-    reset_peak_memory('cpu')
-    before = peak_memory_mb('cpu')
-    # The kernel counts pages in batches, so a figure is right to a few MB.
-    # Not malloc's, which may have it of what other tests freed, and may keep it.
-    block = mmap.mmap(-1, 100 * 2**20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block[:: mmap.PAGESIZE] = bytes(len(block) // mmap.PAGESIZE)
-    with_block = peak_memory_mb('cpu')
-    block.close()
-    assert 90 < with_block - before < 120
-    assert peak_memory_mb('cpu') == pytest.approx(with_block, abs=5)
-    reset_peak_memory('cpu')
-    assert peak_memory_mb('cpu') < with_block - 90

@@ -84,7 +84,7 @@ from tqdm import trange
 from aft_vision.commandline import run_command, say
 from aft_vision.data import Source
 from aft_vision.data.datasets import check_same_classes, open_eval_split, open_train_split
-from aft_vision.evaluate import peak_memory_mb
+from aft_vision.devices import peak_memory_mb
 from aft_vision.files import LAST, replacing
 from aft_vision.models.pyramid import FeaturePyramid, create_pyramid
 from aft_vision.models.state_dict import check_state_dict

@@ -52,7 +52,8 @@ import torch
 from torch import nn
 
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import evaluate_all, load_model, resolve_device
+from aft_vision.devices import resolve_device
+from aft_vision.evaluate import evaluate_all, load_model
 from aft_vision.export import export_model
 from aft_vision.layers import AFTOnehot
 from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden

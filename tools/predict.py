@@ -45,7 +45,8 @@ import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
-from aft_vision.evaluate import load_model, resolve_device
+from aft_vision.devices import resolve_device
+from aft_vision.evaluate import load_model
 from aft_vision.models.transfer_source import did_you_mean, load_pretrained
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import find_photographs, load_image, predictions

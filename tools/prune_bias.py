@@ -54,7 +54,8 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import evaluate_all, load_model, resolve_device
+from aft_vision.devices import resolve_device
+from aft_vision.evaluate import evaluate_all, load_model
 from aft_vision.export import export_model
 from aft_vision.regularizers import (
     conv_mixers,

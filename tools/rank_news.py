@@ -35,7 +35,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import resolve_device
+from aft_vision.devices import resolve_device
 from aft_vision.fastformer.data.mind import News, read_mind_news
 from aft_vision.fastformer.data.movielens import read_films
 from aft_vision.fastformer.ranking import NewsRanker

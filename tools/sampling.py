@@ -13,7 +13,7 @@ import torch
 from PIL import Image, PngImagePlugin
 from torch import Tensor
 
-from aft_vision.evaluate import resolve_device
+from aft_vision.devices import resolve_device
 from aft_vision.files import replacing
 from aft_vision.models import AFTDecoder, load_decoder
 from tools.arguments import check_out

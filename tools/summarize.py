@@ -45,7 +45,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import resolve_device
+from aft_vision.devices import resolve_device
 from aft_vision.fastformer.summarize import load_summarizer, summarize
 from aft_vision.models.weight_files import check_checksums
 

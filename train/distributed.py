@@ -15,7 +15,7 @@ from timm.utils.distributed import is_distributed_env, reduce_tensor, world_info
 
 from aft_vision.commandline import TURN_OF_RANK_0
 from aft_vision.data import Share
-from aft_vision.evaluate import resolve_device
+from aft_vision.devices import resolve_device
 from train.schema import Experiment
 
 RENDEZVOUS = 'aft-vision'

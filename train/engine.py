@@ -14,7 +14,8 @@ from torch import nn
 from tqdm import tqdm
 
 from aft_vision.data import Loaders
-from aft_vision.evaluate import evaluate_all, peak_memory_mb
+from aft_vision.devices import peak_memory_mb
+from aft_vision.evaluate import evaluate_all
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError, write_diagnosis
 from train.log import RunLog

@@ -35,7 +35,8 @@ import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.data import Loaders, move
-from aft_vision.timing import Timing, synchronize, time_interleaved
+from aft_vision.devices import synchronize
+from aft_vision.timing import Timing, time_interleaved
 from train.build import build_loaders, build_state
 from train.config import load_config
 from train.distributed import join_world

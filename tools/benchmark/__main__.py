@@ -126,7 +126,7 @@ if __name__ == '__main__':
 import torch
 
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import resolve_device
+from aft_vision.devices import resolve_device
 from tools.benchmark.printer import format_rows, plot_curves
 from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load
 

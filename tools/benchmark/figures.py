@@ -20,7 +20,8 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from aft_vision.timing import quartiles, synchronize, time_interleaved
+from aft_vision.devices import synchronize
+from aft_vision.timing import quartiles, time_interleaved
 from tools.benchmark.compare import Candidate, Prepared, compare
 from tools.benchmark.decode import measure_decode
 from tools.benchmark.loader import measure_loaders

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aft_vision.timing import synchronize
+from aft_vision.devices import synchronize
 from tools.benchmark.compare import deploy, draw
 from tools.benchmark.models import create, model_names
 from tools.benchmark.printer import Report

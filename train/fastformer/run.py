@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.trainer_utils import IntervalStrategy
 
-from aft_vision.evaluate import reset_peak_memory
+from aft_vision.devices import reset_peak_memory
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.models.weight_files import add_checksum, check_checksums

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from aft_vision.evaluate import peak_memory_mb
+from aft_vision.devices import peak_memory_mb
 from train.fastformer.schema import TextConfig
 from train.settle import check_warmup
 from train.signals import stop_run
