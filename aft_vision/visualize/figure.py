@@ -182,8 +182,8 @@ def draw_grid(
     height = grid_top + max(heights) + 3 * LINE + MARGIN
     page = _Page(width, height)
     page.text(MARGIN, MARGIN + 0.7 * LINE, title, 10, weight='bold')
-    for number, line in enumerate(notes):
-        page.text(MARGIN, MARGIN + (2.1 + number) * LINE, line, 8)
+    for index, line in enumerate(notes):
+        page.text(MARGIN, MARGIN + (2.1 + index) * LINE, line, 8)
     if photograph is not None:
         _draw_photograph(page, photograph, top)
     left = 0.0
@@ -212,8 +212,8 @@ def _draw_block(page: '_Page', block: Block, left: float, top: float, size: tupl
         y = top + (LINE if any(cell.title for cell in cells) else 0.0)
         if label:
             page.text(left - GAP, y + size[1] / 2, label, 8, ha='right')
-        for number, cell in enumerate(cells):
-            x = left + number * (size[0] + GAP)
+        for index, cell in enumerate(cells):
+            x = left + index * (size[0] + GAP)
             colors = cell.values if cell.values.ndim == 3 else colorize(cell.values, cmap, cell.low, cell.high)
             page.image(colors, (x, y, *size))
             page.text(x + size[0] / 2, y - 0.5 * LINE, cell.title, 7.5, ha='center')
@@ -228,8 +228,8 @@ def _draw_photograph(page: '_Page', photograph: Top, top: float) -> None:
     width = min(PHOTOGRAPH * columns / rows, page.width - LABEL - 2.2)
     height = width * rows / columns
     page.image(photograph.pixels.cpu(), (LABEL, top, width, height))
-    for number, line in enumerate(photograph.text.split('\n')):
-        page.text(LABEL + width + 2 * GAP, top + (0.5 + number) * LINE, line, 8)
+    for index, line in enumerate(photograph.text.split('\n')):
+        page.text(LABEL + width + 2 * GAP, top + (0.5 + index) * LINE, line, 8)
     if photograph.frame is not None:
         page.frame(photograph.frame, (LABEL, top, width, height), 1.5)
 
@@ -277,8 +277,8 @@ class _Page:
 
     def color_bar(self, x: float, y: float, scale: Sequence[str], cmap: str) -> None:
         self.image(colorize(torch.linspace(0, 1, 256)[None], cmap), (x, y, COLOR_BAR, 0.11))
-        for number, label in enumerate(scale):
-            share = number / (len(scale) - 1)
+        for index, label in enumerate(scale):
+            share = index / (len(scale) - 1)
             side = 'left' if share == 0 else 'right' if share == 1 else 'center'
             self.text(x + COLOR_BAR * share, y + 0.11 + 0.5 * LINE, label, 7.5, ha=side)
 
