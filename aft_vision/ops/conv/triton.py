@@ -43,7 +43,7 @@ from aft_vision.ops.conv.whole_kernels import LITTLE, TILES, whole_results_kerne
 # The fewest channels of a head whose product is in a kernel of whole sequences.
 NARROWEST = 4
 # The most sequences with a head per channel that are summed directly; and in the interpreter.
-DIRECT, LITTLE_DIRECT = 4, 2
+DIRECT, DIRECT_LITTLE = 4, 2
 # Elements of a tile, of which so many sequences at most, and of the matrices of weights of heads that are made at once.
 TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
 # Those of a tile in the interpreter, so small that small tests have several.
@@ -78,7 +78,7 @@ class _Call:
         # The length to which one kernel pads sequences, or 0: pieces of few channels are not contiguous enough.
         widest = LITTLE['COLUMNS'] if interprets() else TILES[0][0]['COLUMNS']
         self.whole = whole_length(self.T, self.product) if NARROWEST <= self.C < widest else 0
-        self.direct = self.C == 1 and (self.B <= LITTLE_DIRECT if interprets() else self.B <= DIRECT)
+        self.direct = self.C == 1 and (self.B <= DIRECT_LITTLE if interprets() else self.B <= DIRECT)
         # Flags, all 0, of heads of sequences with underflowed targets.
         if not self.whole:
             self.peak, self.lost = largest_keys(self.k, self.mask)

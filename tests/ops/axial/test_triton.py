@@ -14,7 +14,8 @@ def test_a_key_or_a_value_that_is_not_finite_stays_in_its_sequence_and_head(
     path: str, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ):
     if path == 'lines':
-        monkeypatch.setattr('aft_vision.ops.axial.triton.PAIRED_LITTLE', 0)
+        for limit in ('PAIRED', 'PAIRED_LITTLE'):
+            monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     inputs = make_inputs('aft_axial', (2, 3), 6, (2, 3), 2)
     inputs['k'][0, 3, 0], inputs['v'][1, 4, 5] = float('inf'), float('nan')
@@ -30,7 +31,8 @@ def test_a_constant_of_an_axis_changes_nothing(
     path: str, shifts: tuple[float, float], triton_device: str, monkeypatch: pytest.MonkeyPatch
 ):
     if path == 'lines':
-        monkeypatch.setattr('aft_vision.ops.axial.triton.PAIRED_LITTLE', 0)
+        for limit in ('PAIRED', 'PAIRED_LITTLE'):
+            monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
     inputs = single(make_inputs('aft_axial', (3, 4), 6, (3, 4), 2), device=triton_device)
     for name, shift in zip(('row_bias', 'column_bias'), shifts, strict=True):
         # What is left of the bias after the addition, without the constant and with it.

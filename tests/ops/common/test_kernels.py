@@ -49,12 +49,18 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     found = request.getfixturevalue('compiled' if form.startswith('cpp') else 'triton_device')
     if form == 'triton lines':
         # Small grids as larger ones: a product along each axis, several tiles of a line.
-        monkeypatch.setattr('aft_vision.ops.axial.triton.PAIRED_LITTLE', 0)
+        for limit in ('PAIRED', 'PAIRED_LITTLE'):
+            monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     if form == 'triton products':
         # Short sequences as longer ones, few as many.
-        monkeypatch.setattr('aft_vision.ops.common.launch.WHOLE_LITTLE', 0)
-        monkeypatch.setattr('aft_vision.ops.conv.triton.LITTLE_DIRECT', 0)
+        for limit in (
+            'common.launch.WHOLE',
+            'common.launch.WHOLE_LITTLE',
+            'conv.triton.DIRECT',
+            'conv.triton.DIRECT_LITTLE',
+        ):
+            monkeypatch.setattr(f'aft_vision.ops.{limit}', 0)
     if form in ('cpp wide', 'cpp conv', 'cpp pairs'):
         # One of the two forms of AFT-conv for heads of several channels, whichever is the faster.
         (wide,) = (x for x in operator.FORMS['aft_conv'] if x.name == 'wide')
