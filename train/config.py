@@ -96,7 +96,13 @@ def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterab
 
 
 def save_config(config: Experiment, path: str | Path) -> None:
-    """Write the resolved experiment, which `load_config` reads."""
+    """Write the resolved experiment, which `load_config` reads.
+
+    What it says about a folder that has a run holds for this command alone: run.overwrite and run.resume=auto are left
+    out, so that the file with another run.dir neither overwrites nor continues a run there.
+    """
+    resume = None if config.run.resume == 'auto' else config.run.resume
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=False, resume=resume))
     with replacing(path) as file:
         file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 

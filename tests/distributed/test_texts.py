@@ -18,7 +18,7 @@ PLAIN = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'fastformer.yam
 # Each process draws its own dropout. And where there are several, Trainer fills the last batches of an evaluation with
 # texts that it had, which changes the loss of the evaluation, but no other metric.
 PLAIN += ['model.hidden_dropout_prob=0', 'run.cpu_threads=1', 'data.eval_batch_size=18']
-UPDATES = 18
+UPDATES, MIDDLE = 18, 25
 
 
 @pytest.fixture(scope='module')
@@ -44,7 +44,8 @@ def one(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='module')
 def two(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of two processes; what they print is in two.log beside it."""
-    return run_two([*plain, f'run.dir={tmp_path_factory.mktemp("runs") / "two"}'])
+    more = ['run.keep=5', f'run.save_updates={MIDDLE}']
+    return run_two([*plain, *more, f'run.dir={tmp_path_factory.mktemp("runs") / "two"}'])
 
 
 def run_two(arguments: list[str]) -> Path:
@@ -77,16 +78,30 @@ def test_two_processes_train_as_one(one: Path, two: Path):
     assert two.with_suffix('.log').read_text().count('288 train, 36 validation, 36 test') == 1
 
 
-@pytest.mark.slow
-def test_one_process_goes_on_with_a_run_of_two(plain: list[str], one: Path, two: Path, tmp_path: Path):
-    folder = tmp_path / 'resumed'
+def stopped_after(update: int, two: Path, folder: Path) -> Path:
+    """A copy of the run of two processes as it was after an update."""
     shutil.copytree(two, folder)
     for path in ('result.json', 'seed_3/result.json'):
         (folder / path).unlink()
-    for path in ('seed_3/best', f'seed_3/checkpoint-{2 * UPDATES}'):
-        shutil.rmtree(folder / path)
+    shutil.rmtree(folder / 'seed_3' / 'best')
+    for later in {UPDATES, MIDDLE, 2 * UPDATES}:
+        if later > update:
+            shutil.rmtree(folder / 'seed_3' / f'checkpoint-{later}')
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('update', [UPDATES, MIDDLE])
+def test_one_process_goes_on_with_a_run_of_two(update: int, plain: list[str], one: Path, two: Path, tmp_path: Path):
+    folder = stopped_after(update, two, tmp_path / 'resumed')
     fastformer.main([*plain, f'run.dir={folder}', 'run.resume=auto'])
     assert_same_training(folder, one)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_in_the_middle_of_an_epoch(plain: list[str], two: Path, tmp_path: Path):
+    folder = stopped_after(MIDDLE, two, tmp_path / 'resumed')
+    assert_same_training(run_two([*plain, 'run.resume=auto', f'run.dir={folder}']), two)
 
 
 def write_data(task: str, folder: Path) -> Path:

@@ -121,6 +121,15 @@ def test_the_resolved_file_gives_the_same_experiment(tmp_path, vit_file):
     assert load_config(tmp_path / 'resolved.yaml') == config
 
 
+def test_the_resolved_file_neither_overwrites_nor_continues_a_run(tmp_path, vit_file):
+    run = ['run.overwrite=true', 'run.resume=auto']
+    save_config(load_config(vit_file, run), tmp_path / 'resolved.yaml')
+    assert load_config(tmp_path / 'resolved.yaml') == load_config(vit_file, ['run.overwrite=false', 'run.resume=null'])
+    # The start of a run from another one is part of it.
+    save_config(load_config(vit_file, ['run.resume=runs/first']), tmp_path / 'resolved.yaml')
+    assert load_config(tmp_path / 'resolved.yaml').run.resume == 'runs/first'
+
+
 def test_a_loaded_experiment_cannot_be_changed(vit_file):
     config = load_config(vit_file)
     assert isinstance(config, Config)

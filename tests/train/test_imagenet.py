@@ -168,6 +168,9 @@ def test_a_run_that_overwrites_another_leaves_nothing_of_it(few, tmp_path, monke
     main([*ONE_EPOCH, *few, f'run.dir={tmp_path}', 'run.overwrite=true'])
     assert not [path for path in tmp_path.rglob('*') if path.is_file() and path.read_bytes() == b'old']
     assert Image.open(tmp_path / 'curves.png').width > 500
+    # Its file neither overwrites this run nor another.
+    with pytest.raises(FileExistsError, match=r'run\.overwrite=true'):
+        main(['--quiet', '--config', str(tmp_path / 'config.yaml')])
 
 
 def test_without_matplotlib_the_run_says_so_before_it_trains(tmp_path, monkeypatch):

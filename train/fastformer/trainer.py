@@ -39,9 +39,24 @@ class BucketSampler(LengthGroupedSampler):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order; called by Trainer."""
+        """Set the epoch, which determines the order."""
         # Of both numbers, not of their sum, which would repeat for the next seed.
         self.generator.manual_seed(int(np.random.SeedSequence((self.seed, epoch)).generate_state(1)[0]))
+
+
+class SetEpoch(TrainerCallback):
+    """A callback that tells a sampler the epoch.
+
+    Trainer does so too, but not in an epoch that several processes resume half-way: there accelerate wraps it.
+    """
+
+    def __init__(self, sampler: BucketSampler) -> None:
+        self.sampler = sampler
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.sampler.set_epoch(int(state.epoch or 0))
 
 
 class TextTrainer(Trainer):
@@ -54,7 +69,9 @@ class TextTrainer(Trainer):
         lengths = [len(ids) for ids in dataset['input_ids']]
         # The texts of an update, whoever has them, so that the order does not depend on the number of processes.
         batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return BucketSampler(batch_size, lengths, self.args.seed)
+        sampler = BucketSampler(batch_size, lengths, self.args.seed)
+        self.add_callback(SetEpoch(sampler))
+        return sampler
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn about weights that a checkpoint lacks, except those tied to existing weights."""
