@@ -99,7 +99,9 @@ def load_published(name: str) -> Any:
         ConnectionError: the weights cannot be downloaded.
     """
     if ':' not in name and not timm.is_model(name):
-        raise ValueError(f'expected a model of timm with weights, got {name}{did_you_mean(name, timm.list_models())}')
+        near = did_you_mean(name, timm.list_models())
+        hint = '; --checkpoint takes a file, a run or an exported folder' if '/' in name else near
+        raise ValueError(f'expected a model of timm with weights, got {name}{hint}')
     try:
         return load_pretrained(name)
     except ConnectionError:

@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
     names = ('num_beams', 'min_new_tokens', 'length_penalty', 'no_repeat_ngram_size')
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.max_tokens is not None:
+        longest = getattr(model.config, 'max_target_positions', args.max_tokens)
+        if args.max_tokens > longest:
+            raise ValueError(f'expected --max-tokens of at most {longest}, as the model takes, got {args.max_tokens}')
         # It counts the start token.
         options['max_length'] = args.max_tokens + 1
     summaries = summarize(model, tokenizer, texts, args.batch_size, **options)

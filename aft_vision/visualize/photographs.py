@@ -40,9 +40,11 @@ def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
     """
     if at_most < 1:
         raise ValueError(f'expected at least 1 image to take, got {at_most}')
-    files = sorted(map(Path, find_images(folder).paths)) if Path(folder).is_dir() else []
+    is_folder = Path(folder).is_dir()
+    files = sorted(map(Path, find_images(folder).paths)) if is_folder else []
     if not files:
-        raise ValueError(f'expected a folder with images, got {folder}, which has none')
+        found = 'which has none' if is_folder else 'which is no folder'
+        raise ValueError(f'expected a folder with images, got {folder}, {found}')
     return [files[index] for index in choose(len(files), at_most)]
 
 

@@ -53,6 +53,13 @@ def test_long_texts_are_cut_to_what_the_model_takes(model, tokenizer):
     assert summarize(model, tokenizer, [text[3:]], max_new_tokens=6) != expected
 
 
+@pytest.mark.parametrize(('name', 'most'), [('max_length', 9), ('max_new_tokens', 8)])
+def test_a_summary_longer_than_the_decoder_takes_is_refused(model, tokenizer, monkeypatch, name, most):
+    monkeypatch.setattr(model.config, 'max_target_positions', 8, raising=False)
+    with pytest.raises(ValueError, match=f'expected {name} of at most {most}, as the model takes, got {most + 1}'):
+        summarize(model, tokenizer, TEXTS, **{name: most + 1})
+
+
 def test_dropout_is_off_and_the_mode_comes_back(model, tokenizer):
     expected = summarize(model.eval(), tokenizer, TEXTS, max_new_tokens=6)
     model.train()

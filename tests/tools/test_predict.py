@@ -86,6 +86,7 @@ def test_json_and_a_folder_at_another_size(run_folder, capsys):
         # Before a model is loaded.
         (['PHOTO', 'none.jpg', '--model', 'not_a_model'], r'none\.jpg, which do not exist'),
         (['PHOTO', '--model', 'aft_conv_tiny'], 'weights'),
+        (['PHOTO', '--model', 'runs/mine'], '--checkpoint takes'),
         (['PHOTO', '--model', 'aft_conv_naon'], r'got aft_conv_naon; did you mean aft_conv_nano\?'),
         (['PHOTO', '--checkpoint', 'RUN', '--size', '50'], 'multiples of the patch'),
     ],

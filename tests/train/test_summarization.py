@@ -191,7 +191,7 @@ def test_the_tool_names_what_is_wrong(trained, tmp_path, capsys):
         tool.main([*model, str(tmp_path / 'nowhere.txt')])
     with pytest.raises(ValueError, match=r'which has no config\.json'):
         tool.main(['--model', str(tmp_path), __file__])
-    with pytest.raises(ValueError, match='expected max_length of at most 9, as the model takes, got 10'):
+    with pytest.raises(ValueError, match='expected --max-tokens of at most 8, as the model takes, got 9'):
         tool.main([*model, '--max-tokens', '9', __file__])
     with pytest.raises(ValueError, match='expected a file for the summaries, got --out'):
         tool.main([*model, '--out', str(tmp_path), __file__])

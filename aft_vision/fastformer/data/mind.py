@@ -140,7 +140,7 @@ class _Collected:
         except KeyError as error:
             raise ValueError(
                 f'{record.place}, column {column!r}: expected one of {len(self.rows)} news, got {error.args[0]!r}; '
-                'drop_missing=True leaves such out'
+                'drop_missing leaves such out'
             ) from error
 
     def read_candidates(self, record: Record) -> list[int]:

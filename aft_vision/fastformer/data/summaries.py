@@ -254,9 +254,7 @@ def _pairs(
         if not blank:
             yield pair
         elif not drop_incomplete:
-            raise ValueError(
-                f'{place}: expected a {blank[0]}, got a blank one; drop_incomplete=True leaves such rows out'
-            )
+            raise ValueError(f'{place}: expected a {blank[0]}, got a blank one; drop_incomplete leaves such rows out')
 
 
 def _without_lines(text: str, count: int) -> str:
