@@ -35,7 +35,8 @@ def resolve_device(name: str) -> torch.device:
 
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has finished its work."""
-    if device.type != 'cpu':
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and device.type == accelerator.type:
         torch.accelerator.synchronize(device)
 
 

@@ -32,6 +32,10 @@ _logger = logging.getLogger(__name__)
 CHECKPOINT_KEYS = {'model_name': str, 'model_kwargs': dict, 'state_dict': dict}
 
 
+class ForeignFileError(ValueError):
+    """An error of a file of torch that is no checkpoint of this package."""
+
+
 def evaluate(
     model: nn.Module,
     loader: Any,
@@ -180,10 +184,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     is_complete = isinstance(content, dict) and all(isinstance(content.get(k), t) for k, t in CHECKPOINT_KEYS.items())
     if not is_complete:
         found = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(
-            f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}; python -m '
-            'tools.transfer_deit makes a folder that can be read of weights alone of a DeiT or ViT'
-        )
+        raise ForeignFileError(f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}')
     return content
 
 
@@ -252,7 +253,10 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
 
 def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None]:
     """Return the weights of a checkpoint, whether they are of an AFT model, and their token grid (H, W) if known."""
-    content = read_record(checkpoint)
+    try:
+        content = read_record(checkpoint)
+    except ForeignFileError as error:
+        raise ValueError(f'{error}; python -m tools.transfer_deit converts the weights of a DeiT or ViT') from error
     # Building the model only to get its class would cost time and random numbers.
     if content and timm.is_model(content['model_name']):
         of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')

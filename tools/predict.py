@@ -100,7 +100,8 @@ def load_published(name: str) -> Any:
     """
     if ':' not in name and not timm.is_model(name):
         near = did_you_mean(name, timm.list_models())
-        hint = '; --checkpoint takes a file, a run or an exported folder' if '/' in name else near
+        path = '; hf-hub:NAME is a model of the hub, --checkpoint takes a file, a run or an exported folder'
+        hint = path if '/' in name else near
         raise ValueError(f'expected a model of timm with weights, got {name}{hint}')
     try:
         return load_pretrained(name)

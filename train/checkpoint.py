@@ -18,6 +18,7 @@ import torch
 
 from aft_vision.evaluate import read_checkpoint
 from aft_vision.files import BEST, LAST, older, replacing
+from train.config import continues
 from train.schema import Experiment
 from train.state import TrainState
 
@@ -181,14 +182,6 @@ def _open_locked(path: Path) -> IO[str]:
 def holds_run(folder: Path) -> bool:
     """Return whether a folder has a checkpoint of a run."""
     return any(path.exists() for path in (folder / BEST, *_latest(folder)))
-
-
-def continues(folder: Path, where: str | None) -> bool:
-    """Return whether `run.resume` goes on with the run in a folder, instead of with that of another."""
-    if where in (None, 'auto'):
-        return where == 'auto'
-    place = Path(str(where)).resolve()
-    return folder.resolve() in (place, place.parent)
 
 
 def remove_run(folder: Path) -> None:

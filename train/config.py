@@ -95,13 +95,21 @@ def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterab
     return built
 
 
+def continues(folder: Path, where: str | None) -> bool:
+    """Return whether `run.resume` goes on with the run in a folder, instead of with that of another."""
+    if where in (None, 'auto'):
+        return where == 'auto'
+    place = Path(str(where)).resolve()
+    return folder.resolve() in (place, place.parent)
+
+
 def save_config(config: Experiment, path: str | Path) -> None:
     """Write the resolved experiment, which `load_config` reads.
 
-    What it says about a folder that has a run holds for this command alone: run.overwrite and run.resume=auto are left
-    out, so that the file with another run.dir neither overwrites nor continues a run there.
+    run.overwrite, and run.resume where it continues the run in the folder of the file, are left out: they were meant
+    for that folder, and the file with another run.dir repeats the run.
     """
-    resume = None if config.run.resume == 'auto' else config.run.resume
+    resume = None if continues(Path(path).parent, config.run.resume) else config.run.resume
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=False, resume=resume))
     with replacing(path) as file:
         file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))

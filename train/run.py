@@ -7,8 +7,8 @@ from typing import Any
 
 from aft_vision.data import Loaders
 from aft_vision.visualize import new_figure
-from train.checkpoint import Saver, continues, holds_run, remove_run, resume
-from train.config import save_config
+from train.checkpoint import Saver, holds_run, remove_run, resume
+from train.config import continues, save_config
 from train.convert_schema import STAGES
 from train.distributed import World
 from train.engine import fit, is_complete

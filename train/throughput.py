@@ -78,7 +78,7 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
     """
     config = state.config
     # Each loading process may have prefetched two batches.
-    ahead = 1 + 2 * config.data.num_workers
+    ahead = min(1 + 2 * config.data.num_workers, len(loaders.train))
     # Use the whole epoch; training sets its own position later.
     schedule = config.size_schedule
     loaders.set_epoch(state.progress.epoch, size=None if schedule is None else len(schedule.sizes) - 1)

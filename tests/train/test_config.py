@@ -125,9 +125,10 @@ def test_the_resolved_file_neither_overwrites_nor_continues_a_run(tmp_path, vit_
     run = ['run.overwrite=true', 'run.resume=auto']
     save_config(load_config(vit_file, run), tmp_path / 'resolved.yaml')
     assert load_config(tmp_path / 'resolved.yaml') == load_config(vit_file, ['run.overwrite=false', 'run.resume=null'])
-    # The start of a run from another one is part of it.
-    save_config(load_config(vit_file, ['run.resume=runs/first']), tmp_path / 'resolved.yaml')
-    assert load_config(tmp_path / 'resolved.yaml').run.resume == 'runs/first'
+    # The start of a run from another one is part of it; that from its own folder is not.
+    for where, kept in (('runs/first', 'runs/first'), (str(tmp_path), None), (str(tmp_path / 'last.pth'), None)):
+        save_config(load_config(vit_file, [f'run.resume={where}']), tmp_path / 'resolved.yaml')
+        assert load_config(tmp_path / 'resolved.yaml').run.resume == kept
 
 
 def test_a_loaded_experiment_cannot_be_changed(vit_file):

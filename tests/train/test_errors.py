@@ -64,7 +64,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ),
         ('one_epoch', 'optim.args.betas=[2,3]', "optimizer adamw, got {'betas': [2, 3]}"),
         ('one_epoch', 'run.init_from=TEXT', 'expected a whole file of weights, got TEXT'),
-        ('one_epoch', 'run.init_from=WEIGHTS', 'got WEIGHTS with model; python -m tools.transfer_deit makes'),
+        ('one_epoch', 'run.init_from=WEIGHTS', 'got WEIGHTS with model; python -m tools.transfer_deit converts'),
         ('one_epoch', 'run.resume=/nowhere', 'got /nowhere, which does not exist'),
         ('one_epoch', 'run.device=tpu9', "got 'tpu9'"),
         ('one_epoch', '--epochs 3', 'unrecognized arguments: --epochs 3'),
@@ -110,7 +110,7 @@ def test_a_wrong_value_is_one_line(tmp_path, capsys, config, arguments, said):
         (120, 'data.max_texts=5', "the part 'test' to hold out at least one row, got 0.1 of 5 rows; "),
         (3, 'data.split_seed=1', "the part 'test' to hold out at least one row, got 0.1 of 3 rows; "),
         (120, 'data.label_column=stars', 'TABLE, line 1: expected the columns text, stars, got title, text, label'),
-        (120, 'data.label_column=stars', 'text, label; data.text_columns and data.label_column name them'),
+        (120, 'data.label_column=stars', 'text, label; see data.text_columns, data.label_column'),
         (
             120,
             'data.text_columns=body',

@@ -301,5 +301,4 @@ def text_model_config(
 
 def name_keys(error: ValueError, keys: Sequence[str]) -> ValueError:
     """Return an error about missing columns with the keys of `data` that name columns, if there are any."""
-    named = ' and '.join(f'data.{key}' for key in keys)
-    return ValueError(f'{error}; {named} name them' if keys else str(error))
+    return ValueError(f'{error}; see {", ".join(f"data.{key}" for key in keys)}' if keys else str(error))

@@ -70,6 +70,8 @@ class TextTrainer(Trainer):
         # The texts of an update, whoever has them, so that the order does not depend on the number of processes.
         batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         sampler = BucketSampler(batch_size, lengths, self.args.seed)
+        # That of an earlier training.
+        self.remove_callback(SetEpoch)
         self.add_callback(SetEpoch(sampler))
         return sampler
 

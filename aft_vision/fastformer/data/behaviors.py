@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from aft_vision.fastformer.data.batches import pad_rows, token_ids
-from aft_vision.fastformer.data.files import MissingColumnsError, Record, read_json
+from aft_vision.fastformer.data.files import Record, missing_columns, read_json
 from aft_vision.fastformer.data.splits import FRACTIONS, check_fractions, split_dataset
 from aft_vision.fastformer.data.table import check_text
 
@@ -241,7 +241,7 @@ class BehaviorCollator:
 def _as_request(record: Record) -> Request:
     place, values = record
     if not values.keys() >= set(KEYS):
-        raise MissingColumnsError(place, KEYS, list(values))
+        raise missing_columns(place, KEYS, list(values))
     label = values['label']
     if isinstance(label, bool) or label not in (0, 1):
         raise ValueError(f"{place}, column 'label': expected 0 or 1, got {label!r:.80}")

@@ -110,7 +110,7 @@ def read_delimited(
             if len(set(columns)) < len(columns):
                 raise ValueError(f'{place}: expected column names that differ, got {", ".join(columns)}')
             if not set(needed) <= set(columns):
-                raise MissingColumnsError(place, needed, columns)
+                raise missing_columns(place, needed, columns)
         elif len(row) == len(columns):
             yield Record(place, dict(zip(columns, row, strict=True)))
         else:
@@ -133,7 +133,7 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
         file = ParquetFile(path)
         missing = set(columns) - set(file.schema_arrow.names)
         if missing:
-            raise MissingColumnsError(f'{path}, row 1', columns, file.schema_arrow.names)
+            raise missing_columns(f'{path}, row 1', columns, file.schema_arrow.names)
         rows = (row for batch in file.iter_batches(columns=list(columns)) for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
             yield Record(f'{path}, row {number}', row)
@@ -144,9 +144,11 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
 class MissingColumnsError(ValueError):
     """An error of a row that lacks a column."""
 
-    def __init__(self, place: str, expected: Sequence[str], got: Sequence[str]) -> None:
-        found = ', '.join(got) or 'none'
-        super().__init__(f'{place}: expected the columns {", ".join(expected):.200}, got {found:.200}')
+
+def missing_columns(place: str, expected: Sequence[str], got: Sequence[str]) -> MissingColumnsError:
+    """Build the error for a row without a column."""
+    found = ', '.join(got) or 'none'
+    return MissingColumnsError(f'{place}: expected the columns {", ".join(expected):.200}, got {found:.200}')
 
 
 def _open(path: Path, member: str | None) -> IO[bytes]:
@@ -195,8 +197,8 @@ def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) ->
                 yield number, line.rstrip('\r\n').split(delimiter)
         return
     reader = csv.reader((line for _, line in read_text_lines(path, encoding)), delimiter=delimiter, strict=True)
-    number, row = 1, None
-    while row is not None or number == 1:
+    number = 1
+    while True:
         # The limit is one of the process, in which other readers may be open.
         limit = csv.field_size_limit(LARGEST_FIELD)
         try:
@@ -205,6 +207,8 @@ def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) ->
             raise ValueError(f'{path}, line {number}: not a CSV with {delimiter!r} between columns: {error}') from error
         finally:
             csv.field_size_limit(limit)
+        if row is None:
+            return
         if row:
             yield number, row
         number = reader.line_num + 1

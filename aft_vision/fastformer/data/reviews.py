@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from aft_vision.fastformer.data.files import MissingColumnsError, Record, read_json
+from aft_vision.fastformer.data.files import Record, missing_columns, read_json
 from aft_vision.fastformer.data.table import collect
 
 AMAZON_RATINGS = tuple('12345')
@@ -40,7 +40,7 @@ def read_amazon(path: str | Path, with_title: bool = False, **options: Any) -> D
             columns = [title, text] if with_title else [text]
             return collect(records, columns, rating, AMAZON_RATINGS, **options)
     expected = [' or '.join(names) for names in zip(*AMAZON_COLUMNS, strict=True)][:2]
-    raise MissingColumnsError(first.place, expected, list(first.values))
+    raise missing_columns(first.place, expected, list(first.values))
 
 
 def read_jmars(
@@ -61,7 +61,7 @@ def read_jmars(
         raise ValueError(f'expected the data.json of JMARS, got the folder {path}; {NOT_JMARS}')
     first, records = _peek(path)
     if not {*columns, label} <= first.values.keys():
-        raise ValueError(f'{MissingColumnsError(first.place, [*columns, label], list(first.values))}; {NOT_JMARS}')
+        raise ValueError(f'{missing_columns(first.place, [*columns, label], list(first.values))}; {NOT_JMARS}')
     dataset = collect(records, columns, label, IMDB_RATINGS, **options)
     found = {IMDB_RATINGS[number] for number in dataset.unique('label')}
     # A small part of JMARS may have none of them by chance.

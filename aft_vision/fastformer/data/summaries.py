@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, Features, Value, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from aft_vision.fastformer.data.batches import AnyDataset, token_ids
-from aft_vision.fastformer.data.files import MissingColumnsError, Record
+from aft_vision.fastformer.data.files import Record, missing_columns
 from aft_vision.fastformer.data.splits import FRACTIONS, check_fractions
 from aft_vision.fastformer.data.table import check_text, complete_records, dataset_records, draw_rows, read_records
 
@@ -231,7 +231,7 @@ def _of_split(records: Iterable[Record], column: str, split: str, path: str | Pa
     is_found = False
     for record in records:
         if column not in record.values:
-            raise MissingColumnsError(record.place, [column], list(record.values))
+            raise missing_columns(record.place, [column], list(record.values))
         value = record.values[column]
         if value == split:
             is_found = True

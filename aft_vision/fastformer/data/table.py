@@ -11,8 +11,8 @@ from datasets import ClassLabel, Dataset, Features, Value, load_dataset
 
 from aft_vision.fastformer.data.files import (
     OPENERS,
-    MissingColumnsError,
     Record,
+    missing_columns,
     read_delimited,
     read_json,
     read_parquet,
@@ -123,7 +123,7 @@ def dataset_records(dataset: Dataset, columns: Sequence[str]) -> Iterator[Record
         ValueError: it lacks a column.
     """
     if not set(columns) <= set(dataset.column_names):
-        raise MissingColumnsError('the data set', columns, dataset.column_names)
+        raise missing_columns('the data set', columns, dataset.column_names)
     rows = dataset.select_columns(list(dict.fromkeys(columns)))
     return (Record(f'row {number}', row) for number, row in enumerate(rows, 1))
 
@@ -202,11 +202,11 @@ def complete_records(records: Iterable[Record], columns: Sequence[str], drop_inc
         first = first or record
         unseen -= record.values.keys()
         if not drop_incomplete and not record.values.keys() >= needed:
-            raise MissingColumnsError(record.place, columns, list(record.values))
+            raise missing_columns(record.place, columns, list(record.values))
         if not drop_incomplete or all(record.values.get(name) is not None for name in needed):
             yield record
     if first is not None and unseen:
-        raise MissingColumnsError(first.place, columns, list(first.values))
+        raise missing_columns(first.place, columns, list(first.values))
 
 
 def draw_rows(rows: Iterable[Row], count: int | None, seed: int) -> list[Row]:

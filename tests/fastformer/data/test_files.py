@@ -116,6 +116,12 @@ def test_long_fields_are_read_and_the_limit_is_put_back(tmp_path):
 
 
 @pytest.mark.parametrize('quoted', [True, False])
+@pytest.mark.parametrize('content', ['', '\n', 'id,title', 'id,title\n\n'])
+def test_a_table_without_a_row_is_empty(tmp_path, content, quoted):
+    assert values(read_delimited(write(tmp_path, 'x.csv', content), quoted=quoted)) == []
+
+
+@pytest.mark.parametrize('quoted', [True, False])
 def test_a_row_of_empty_fields_is_a_row(tmp_path, quoted):
     path = write(tmp_path, 'x.tsv', 'id\ttitle\n\n1\ta\n\t\n')
     expected = [{'id': '1', 'title': 'a'}, {'id': '', 'title': ''}]
