@@ -84,9 +84,9 @@ def stopped_after(update: int, two: Path, folder: Path) -> Path:
     for path in ('result.json', 'seed_3/result.json'):
         (folder / path).unlink()
     shutil.rmtree(folder / 'seed_3' / 'best')
-    for later in {UPDATES, MIDDLE, 2 * UPDATES}:
-        if later > update:
-            shutil.rmtree(folder / 'seed_3' / f'checkpoint-{later}')
+    for checkpoint in (folder / 'seed_3').glob('checkpoint-*'):
+        if int(checkpoint.name.partition('-')[2]) > update:
+            shutil.rmtree(checkpoint)
     return folder
 
 
@@ -99,8 +99,9 @@ def test_one_process_goes_on_with_a_run_of_two(update: int, plain: list[str], on
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_in_the_middle_of_an_epoch(plain: list[str], two: Path, tmp_path: Path):
-    folder = stopped_after(MIDDLE, two, tmp_path / 'resumed')
+@pytest.mark.parametrize('update', [MIDDLE, 2 * UPDATES])
+def test_two_processes_go_on_in_an_epoch_or_after_the_last(update: int, plain: list[str], two: Path, tmp_path: Path):
+    folder = stopped_after(update, two, tmp_path / 'resumed')
     assert_same_training(run_two([*plain, 'run.resume=auto', f'run.dir={folder}']), two)
 
 
@@ -116,6 +117,23 @@ def write_data(task: str, folder: Path) -> Path:
     path = folder / 'texts.jsonl'
     path.write_text(''.join(lines))
     return path
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
+@pytest.mark.parametrize('task', ['recommendation', 'summarization'])
+def test_two_processes_go_on_with_a_task_in_the_middle_of_an_epoch(task: str, tmp_path: Path):
+    plain = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / f'{task}.yaml'), 'run.seeds=[3]', 'run.keep=99']
+    plain += ['run.cpu_threads=1', 'schedule.epochs=2', f'data.path={write_data(task, tmp_path)}']
+    whole = run_two([*plain, 'run.save_updates=1', f'run.dir={tmp_path / "whole"}'])
+    updates = json.loads((whole / 'seed_3' / 'result.json').read_text())['updates']
+    assert updates >= 8
+    folder = run_two([*plain, 'run.resume=auto', f'run.dir={stopped_after(3 * updates // 4, whole, tmp_path / "cut")}'])
+    last = f'seed_3/checkpoint-{updates}/model.safetensors'
+    expected, found = load_file(whole / last), load_file(folder / last)
+    assert {name: (found[name] - weight).abs().max().item() for name, weight in expected.items()} == dict.fromkeys(
+        found, 0.0
+    )
 
 
 @pytest.mark.slow

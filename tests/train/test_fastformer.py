@@ -118,6 +118,29 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path
     assert_goes_on_to_the_same_weights(monkeypatch, 22, arguments(pairs, tmp_path, *more), tmp_path, trained[0])
 
 
+def test_a_run_that_was_moved_after_its_last_update_tests_its_best_epoch(pairs, tmp_path):
+    here, there = tmp_path / 'here', tmp_path / 'there'
+    more = ['schedule.max_updates=25', 'run.keep=9', 'run.seeds=[1]']
+    fastformer.main(arguments(pairs, here, *more))
+    here.rename(there)
+    folder = there / 'seed_1'
+    first, *_, last = sorted(folder.glob('checkpoint-*'), key=lambda path: int(path.name.partition('-')[2]))
+    # The first epoch shall be the best one.
+    state = json.loads((last / 'trainer_state.json').read_text())
+    state['best_global_step'] = int(first.name.partition('-')[2])
+    state['best_model_checkpoint'] = str(here / 'seed_1' / first.name)
+    (last / 'trainer_state.json').write_text(json.dumps(state))
+    for path in (there / 'result.json', folder / 'result.json'):
+        path.unlink()
+    shutil.rmtree(folder / 'best')
+    fastformer.main([*arguments(pairs, there, *more), 'run.resume=auto'])
+    expected, found = (load_file(path / 'model.safetensors') for path in (first, folder / 'best'))
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    # Not an update more, although 25 updates end within an epoch.
+    assert sorted(path.name for path in folder.glob('checkpoint-*')) == sorted([first.name, last.name])
+    assert json.loads((folder / 'result.json').read_text())['updates'] == 25
+
+
 @pytest.mark.parametrize('stop', [13, 20])
 def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_path, monkeypatch, capsys, stop):
     before = signal.getsignal(signal.SIGINT)

@@ -28,6 +28,7 @@ from aft_vision.fastformer.ranking import score_behaviors
 from train.fastformer.recommendation_data import RecommendationData, read_parts
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, check_text_model, text_model_schema
+from train.fastformer.trainer import with_epochs
 
 PREDICTION = 'prediction_{split}.zip'
 
@@ -64,7 +65,7 @@ class ClickOrder(Sampler):
         self.samples, self.seed, self.epoch = samples, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; Trainer calls this."""
+        """Set the epoch, which determines the order and the negatives."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -84,7 +85,7 @@ class RecommendationTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler:
         samples: Any = self.train_dataset if train_dataset is None else train_dataset
-        return ClickOrder(len(samples), self.args.seed)
+        return with_epochs(self, ClickOrder(len(samples), self.args.seed))
 
     def scores(self, behaviors: Behaviors) -> np.ndarray:
         """Score the candidates (n,); each process ranks its share of the impressions, and all get the result."""

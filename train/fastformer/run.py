@@ -27,7 +27,7 @@ from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.models.weight_files import add_checksum, check_checksums
 from train.fastformer.schema import RESERVED_KEYS, TextConfig, stated_model, text_model_config
-from train.fastformer.trainer import EpochMeter, StopAfterSignal, last_checkpoint, training_arguments
+from train.fastformer.trainer import EpochMeter, StopAfterSignal, finished_training, last_checkpoint, training_arguments
 from train.signals import catch_signals, stop_run
 
 CONFIG, RESULT = 'config.yaml', 'result.json'
@@ -138,7 +138,8 @@ class TextRun(ABC):
         arguments = self.arguments(folder, seed)
         set_seed(seed)
         tokenizer = self.tokenizer
-        model = self.make_model(tokenizer, seed)
+        finished = finished_training(folder) if run.resume else None
+        model = self.make_model(tokenizer, seed) if finished is None else self.load_model(finished[1])
         if run.grad_checkpointing:
             model.activation_checkpointing_enable({'use_reentrant': False})
         trainer = self.make_trainer(model, tokenizer, arguments)
@@ -151,7 +152,13 @@ class TextRun(ABC):
         with catch_signals() as received:
             stop = StopAfterSignal(received, self.folder / CONFIG)
             trainer.add_callback(stop)
-            trainer.train(resume_from_checkpoint=last_checkpoint(folder) if run.resume else None)
+            if finished is None:
+                trainer.train(resume_from_checkpoint=last_checkpoint(folder) if run.resume else None)
+            else:
+                trainer.state = finished[0]
+                # That of the process which wrote it.
+                trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+                trainer.state.is_local_process_zero = trainer.is_local_process_zero()
             trainer.save_model(str(folder / 'best'))
             if trainer.is_world_process_zero():
                 for weights in (folder / 'best').glob('*.safetensors'):

@@ -45,18 +45,27 @@ class BucketSampler(LengthGroupedSampler):
 
 
 class SetEpoch(TrainerCallback):
-    """A callback that tells a sampler the epoch.
+    """A callback that tells a sampler the epoch."""
 
-    Trainer does so too, but not in an epoch that several processes resume half-way: there accelerate wraps it.
-    """
-
-    def __init__(self, sampler: BucketSampler) -> None:
+    def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.sampler.set_epoch(int(state.epoch or 0))
+
+
+def with_epochs(trainer: Trainer, sampler: Sampler) -> Sampler:
+    """Return a sampler with a method `set_epoch`, whose epoch is set in every epoch of the trainer.
+
+    Trainer calls the method too, but not in an epoch that several processes resume half-way: there accelerate wraps the
+    sampler.
+    """
+    # That of an earlier training.
+    trainer.remove_callback(SetEpoch)
+    trainer.add_callback(SetEpoch(sampler))
+    return sampler
 
 
 class TextTrainer(Trainer):
@@ -69,11 +78,7 @@ class TextTrainer(Trainer):
         lengths = [len(ids) for ids in dataset['input_ids']]
         # The texts of an update, whoever has them, so that the order does not depend on the number of processes.
         batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        sampler = BucketSampler(batch_size, lengths, self.args.seed)
-        # That of an earlier training.
-        self.remove_callback(SetEpoch)
-        self.add_callback(SetEpoch(sampler))
-        return sampler
+        return with_epochs(self, BucketSampler(batch_size, lengths, self.args.seed))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Warn about weights that a checkpoint lacks, except those tied to existing weights."""
@@ -253,6 +258,20 @@ def _check_processes(arguments: TrainingArguments) -> None:
             f'expected a process for each GPU, got one for {arguments.n_gpu}: start with torchrun, or show it one '
             'GPU by CUDA_VISIBLE_DEVICES'
         )
+
+
+def finished_training(folder: Path) -> tuple[TrainerState, Path] | None:
+    """Return the state and the best checkpoint of a training without updates to come; None if there are any.
+
+    Trainer would do one more update where `schedule.max_updates` ends within an epoch, and take the last checkpoint for
+    the best one if the folder was moved.
+    """
+    last = last_checkpoint(folder)
+    if last is None:
+        return None
+    state = TrainerState.load_from_json(str(Path(last) / TRAINER_STATE_NAME))
+    best = folder / f'{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}'
+    return (state, best) if state.global_step >= state.max_steps and best.is_dir() else None
 
 
 def last_checkpoint(folder: Path) -> str | None:
