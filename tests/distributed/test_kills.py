@@ -69,7 +69,7 @@ def test_a_run_that_is_ended_again_and_again_ends_as_if_it_had_not_been(processe
     arguments = [*RECIPE, *SMALL, *SAVING, f'data.dir={photographs}', *more]
     assert run([*arguments, f'run.dir={whole}'], processes) == [0] * processes
     # Its config.yaml repeats it.
-    again = ['--quiet', '--config', str(whole / 'config.yaml'), f'run.dir={ended}']
+    again = ['--quiet', '--config', str(whole / 'config.yaml'), f'run.dir={ended}', 'run.resume=auto']
     for number, (end, updates) in enumerate(ends):
         codes = run([*again, f'data.num_workers={number % 3}'], processes, end)
         if end.signal == signal.SIGUSR1:
