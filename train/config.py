@@ -100,7 +100,7 @@ def continues(folder: Path, where: str | None) -> bool:
     if where in (None, 'auto'):
         return where == 'auto'
     place = Path(str(where)).resolve()
-    return folder.resolve() in (place, place.parent)
+    return folder.resolve() == (place if place.is_dir() else place.parent)
 
 
 def save_config(config: Experiment, path: str | Path) -> None:

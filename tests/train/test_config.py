@@ -126,7 +126,10 @@ def test_the_resolved_file_neither_overwrites_nor_continues_a_run(tmp_path, vit_
     save_config(load_config(vit_file, run), tmp_path / 'resolved.yaml')
     assert load_config(tmp_path / 'resolved.yaml') == load_config(vit_file, ['run.overwrite=false', 'run.resume=null'])
     # The start of a run from another one is part of it; that from its own folder is not.
-    for where, kept in (('runs/first', 'runs/first'), (str(tmp_path), None), (str(tmp_path / 'last.pth'), None)):
+    other = tmp_path / 'first'
+    other.mkdir()
+    own = (str(tmp_path), str(tmp_path / 'last.pth'))
+    for where, kept in ((str(other), str(other)), *((place, None) for place in own)):
         save_config(load_config(vit_file, [f'run.resume={where}']), tmp_path / 'resolved.yaml')
         assert load_config(tmp_path / 'resolved.yaml').run.resume == kept
 

@@ -25,7 +25,7 @@ from train.fastformer import __main__ as fastformer
 from train.fastformer.classification import ClassificationData, ClassificationRun, classification_metrics
 from train.fastformer.schema import text_model_config
 from train.fastformer.tasks import TASKS, load_text_config
-from train.fastformer.trainer import BucketSampler, TextTrainer, last_checkpoint
+from train.fastformer.trainer import BucketSampler, EpochMeter, TextTrainer, last_checkpoint
 from train.run import find_run_dir
 
 SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'fastformer.yaml'
@@ -120,8 +120,9 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path
 
 def test_a_run_that_was_moved_after_its_last_update_tests_its_best_epoch(pairs, tmp_path):
     here, there = tmp_path / 'here', tmp_path / 'there'
-    more = ['schedule.max_updates=25', 'run.keep=9', 'run.seeds=[1]']
-    fastformer.main(arguments(pairs, here, *more))
+    (tmp_path / 'glove.txt').write_text(f'red {" ".join(["0.5"] * 16)}\n')
+    more = ['schedule.max_updates=25', 'run.keep=9', 'run.seeds=[1]', f'data.glove={tmp_path / "glove.txt"}']
+    glove = fastformer.main(arguments(pairs, here, *more))['runs'][0]['glove']
     here.rename(there)
     folder = there / 'seed_1'
     first, *_, last = sorted(folder.glob('checkpoint-*'), key=lambda path: int(path.name.partition('-')[2]))
@@ -138,7 +139,24 @@ def test_a_run_that_was_moved_after_its_last_update_tests_its_best_epoch(pairs, 
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     # Not an update more, although 25 updates end within an epoch.
     assert sorted(path.name for path in folder.glob('checkpoint-*')) == sorted([first.name, last.name])
-    assert json.loads((folder / 'result.json').read_text())['updates'] == 25
+    result = json.loads((folder / 'result.json').read_text())
+    assert (result['updates'], result['glove']) == (25, glove)
+
+
+def test_an_evaluation_that_was_cut_short_is_done_again(pairs, tmp_path, monkeypatch):
+    def killed(self, args, state, control, **kwargs):
+        if state.global_step == 40:
+            raise RuntimeError('killed')
+
+    more = ['schedule.epochs=2', 'run.save_updates=10', 'run.keep=9', 'run.seeds=[1]']
+    whole = fastformer.main(arguments(pairs, tmp_path / 'whole', *more))
+    assert whole['runs'][0]['updates'] == 40
+    cut = arguments(pairs, tmp_path / 'cut', *more)
+    with monkeypatch.context() as patched:
+        patched.setattr(EpochMeter, 'on_evaluate', killed)
+        with pytest.raises(RuntimeError, match='killed'):
+            fastformer.main(cut)
+    assert fastformer.main([*cut, 'run.resume=auto'])['runs'][0]['epochs'] == whole['runs'][0]['epochs']
 
 
 @pytest.mark.parametrize('stop', [13, 20])

@@ -139,7 +139,9 @@ class TextRun(ABC):
         set_seed(seed)
         tokenizer = self.tokenizer
         finished = finished_training(folder) if run.resume else None
-        model = self.make_model(tokenizer, seed) if finished is None else self.load_model(finished[1])
+        model = self.make_model(tokenizer, seed)
+        if finished is not None:
+            model = self.load_model(finished[1])
         if run.grad_checkpointing:
             model.activation_checkpointing_enable({'use_reentrant': False})
         trainer = self.make_trainer(model, tokenizer, arguments)

@@ -111,7 +111,9 @@ class EpochMeter(TrainerCallback):
         self.start, self.first = time.perf_counter(), state.global_step
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.save_updates is not None and state.global_step % self.save_updates == 0:
+        # After the last update of an epoch the checkpoint is written when that is evaluated.
+        within = not float(state.epoch or 0).is_integer() and state.global_step < state.max_steps
+        if self.save_updates is not None and within and state.global_step % self.save_updates == 0:
             control.should_save = True
 
     def on_epoch_end(
