@@ -99,6 +99,14 @@ def test_a_wrong_argument_is_named(arguments: list[str], message: str, checkpoin
         complete_images.main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out.png'), *filled])
 
 
+def test_data_of_another_size_than_the_model_are_named(data: Path, tmp_path: Path):
+    path = tmp_path / 'model.pt'
+    save_decoder(create_decoder('aft_simple_pixel', img_size=(4, 6), depth=1, dim=8), path)
+    message = r'expected images of 4 x 6 pixels \(H x W\), as .*model\.pt has, got 4 x 4 in .*images\.npz'
+    with pytest.raises(ValueError, match=message):
+        complete_images.main(['--checkpoint', str(path), '--data', str(data), '--out', str(tmp_path / 'out.png')])
+
+
 def test_a_photograph_is_not_overwritten(checkpoint: Path, tmp_path: Path):
     photograph = tmp_path / 'cat.png'
     Image.new('RGB', (4, 4)).save(photograph)

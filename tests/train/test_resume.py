@@ -137,6 +137,7 @@ def test_the_config_of_a_finished_run_stays_that_of_its_training(small, whole, c
     main([*small, 'run.resume=auto', f'run.dir={whole}', 'run.seed=5', 'run.amp=bfloat16'])
     assert (whole / 'config.yaml').read_text() == before
     shown = capsys.readouterr().out
+    assert f'resumed from {whole / "last.pth"}: complete, update 6' in shown
     assert 'now with run.seed = 5, was 0' in shown
     assert "now with run.amp = 'bfloat16', was 'none'" in shown
 
@@ -148,6 +149,7 @@ def test_a_run_may_go_on_from_another_folder_for_more_epochs(small, whole, tmp_p
     assert [row['epoch'] for row in state.progress.history] == [0, 1, 2]
     assert (tmp_path / 'export' / 'model.safetensors').is_file()
     shown = capsys.readouterr().out
+    assert f'resumed from {whole / "last.pth"}: epoch 3, update 6' in shown
     assert 'now with schedule.epochs = 3, was 2' in shown
     assert 'now with optim.accumulate = 1, was 2' in shown
     assert 'run.seed' not in shown

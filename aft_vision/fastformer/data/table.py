@@ -58,9 +58,16 @@ def read_records(path: str | Path, columns: Sequence[str], quoted: bool | None =
             are read completely.
 
     Raises:
-        ValueError: the path has another suffix.
+        ValueError: the path has another suffix, or the file is damaged or has no rows.
     """
-    path = Path(path)
+    path, row = Path(path), None
+    for row in _read_format(path, columns, quoted):
+        yield row
+    if row is None:
+        raise ValueError(f'expected rows in {path}, got none')
+
+
+def _read_format(path: Path, columns: Sequence[str], quoted: bool | None) -> Iterator[Record]:
     suffixes = [suffix for suffix in path.suffixes if suffix not in (*OPENERS, '.zip')]
     kind = suffixes[-1] if suffixes else ''
     if kind not in TABLES:

@@ -122,6 +122,15 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
             read_table(write(tmp_path, name), 'review', 'stars')
 
 
+@pytest.mark.parametrize(
+    ('name', 'content'), [('x.jsonl', '\n'), ('x.json', '[]'), ('x.csv', 'text,label\n'), ('x.tsv', '')]
+)
+def test_a_file_without_rows_is_named(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf'expected rows in .*{name}, got none'):
+        read_table(tmp_path / name)
+
+
 def test_a_file_of_an_unknown_kind_is_named(tmp_path):
     with pytest.raises(ValueError, match=r'ends in \.csv, .* got .*x\.txt\.gz'):
         read_table(tmp_path / 'x.txt.gz')
