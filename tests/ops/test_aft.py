@@ -170,6 +170,33 @@ def test_masked_tokens_may_be_anything_where_elements_underflow():
     assert_masked_tokens_have_no_effect(ops.aft_full, inputs, make_mask(2, 15))
 
 
+@pytest.mark.parametrize(
+    ('name', 'sizes'),
+    [
+        *((name, (40,)) for name in ('aft_full', 'aft_full_causal', 'aft_local', 'aft_local_causal')),
+        ('aft_conv', ((6, 5), 6)),
+        ('aft_axial', ((6, 5), 6, (6, 5))),
+    ],
+    ids=str,
+)
+def test_equal_keys_of_any_size_leave_the_biases_their_digits(name: str, sizes):
+    # The tokens of small keys have the largest biases, so all denominators underflow; their weights are 0.
+    inputs = make_inputs(name, *sizes)
+    moving = [key for key in inputs if key in 'qkv' or key in ('bias', 'band', 'kernel', 'row_bias', 'column_bias')]
+    large = inputs['k'] > 0
+    found = []
+    for size in (1e4, 1e17, 1e30):
+        given = {key: x.clone().requires_grad_() if key in moving else x for key, x in inputs.items()}
+        biases = {key: 400 * given[key] for key in moving if key not in 'qkv'}
+        keys = torch.where(large, size, 0.0) + 0.0 * given['k']
+        y = getattr(ops, name)(**given | biases | {'k': keys})
+        grads = torch.autograd.grad(y, [given[key] for key in moving if key != 'k'] + [keys], randn(*y.shape, seed=3))
+        found.append((y, *grads))
+    for other in found[1:]:
+        for x, expected in zip(other, found[0], strict=True):
+            assert_close(x, expected, 1e-9)
+
+
 @pytest.mark.parametrize('keys', NASTY_KEYS)
 @pytest.mark.parametrize(
     ('name', 'form', 'sizes', 'bias', 'others'),

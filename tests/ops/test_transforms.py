@@ -129,6 +129,21 @@ def test_forward_mode_along_a_bias_keeps_the_digits_of_shifted_keys(case: str, s
     assert_close(slope, jvp(lambda x: getattr(reference, name)(**x, **fixed), (high,), (along,))[1], 1e-4)
 
 
+@each_case
+def test_the_batched_forward_mode_of_torch_autograd_equals_its_reverse_mode(case: str):
+    name, inputs = CASES[case]
+    moving, fixed = split(inputs, torch.float64)
+    names, values = list(moving), tuple(moving.values())
+
+    def run(*x: Tensor) -> Tensor:
+        return getattr(ops, name)(**dict(zip(names, x, strict=True)), **fixed)[:1, :3]
+
+    forward = torch.autograd.functional.jacobian(run, values, vectorize=True, strategy='forward-mode')
+    reverse = torch.autograd.functional.jacobian(run, values)
+    for found, expected in zip(forward, reverse, strict=True):
+        assert_close(found, expected, 1e-9)
+
+
 @pytest.mark.parametrize('case', ['aft_full_causal', 'aft_local_causal'])
 def test_forward_mode_along_a_bias_ignores_a_large_key_of_the_future(case: str):
     name, inputs = CASES[case]

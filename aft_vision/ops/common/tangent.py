@@ -13,6 +13,7 @@ from torch import Tensor
 
 from aft_vision.ops.common.inputs import Inputs
 from aft_vision.ops.common.numerics import accumulate_dtype, by_head, gate, masked_keys, masked_values
+from aft_vision.ops.common.repair import softmax_of_sums
 
 # Elements of p, (B, h, N, T), of one block of targets.
 BLOCK_ELEMENTS = 1 << 21
@@ -137,9 +138,9 @@ def _differentiate_by_operator(
     mean = average(v)
     if dk is None:
         return mean, torch.zeros_like(mean) if dv is None else average(dv)
-    moved = (by_head(v, heads) * dk.unsqueeze(-1)).flatten(2)
+    moved = (by_head(v, heads) * dk.unsqueeze(-1)).reshape(v.shape)
     slope = average(moved if dv is None else moved + dv)
-    return mean, slope - (by_head(mean, heads) * average(dk).unsqueeze(-1)).flatten(2)
+    return mean, slope - (by_head(mean, heads) * average(dk).unsqueeze(-1)).reshape(v.shape)
 
 
 def _differentiate_jointly(
@@ -155,31 +156,20 @@ def _differentiate_jointly(
     v, mask = inputs.v, inputs.mask
     keys = masked_keys(inputs.k, mask).transpose(1, 2).unsqueeze(2)  # (B, h, 1, T)
     values = by_head(v, heads).transpose(1, 2)  # (B, h, T, c)
+    # torch.autograd's own vmap has no unflatten.
+    dvalues = None if dv is None else dv.reshape(by_head(v, heads).shape).transpose(1, 2)
     source = torch.arange(v.shape[1], device=v.device)
     means, slopes = [], []
     for target in source.unsqueeze(1).split(max(1, BLOCK_ELEMENTS // max(1, keys.numel()))):
         places = find_places(inputs, target, source)
-        p = _softmax(keys, _rows(table, places), places.seen)  # (B, h, N, T)
+        p = softmax_of_sums(keys, _rows(table, places), places.seen)  # (B, h, N, T)
         dp = p * (_rows(dtable, places) if dk is None else _rows(dtable, places) + dk.transpose(1, 2).unsqueeze(2))
         mean = p @ values
         slope = dp @ values - mean * dp.sum(3, keepdim=True)
         means.append(mean)
-        slopes.append(slope if dv is None else slope + p @ by_head(dv, heads).transpose(1, 2))
-    mean, slope = (torch.cat(x, 2).transpose(1, 2).flatten(2) for x in (means, slopes))
+        slopes.append(slope if dvalues is None else slope + p @ dvalues)
+    mean, slope = (torch.cat(x, 2).transpose(1, 2).reshape(v.shape) for x in (means, slopes))
     return mean, slope
-
-
-def _softmax(keys: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:
-    # The weights, 0 in a row without visible sources. Keys and biases are relative to those of the source with the
-    # largest weight of the target: their sum would lose small differences of large values.
-    logits = keys + rows
-    if seen is not None:
-        logits = logits.masked_fill(~seen, float('-inf'))
-    largest, top = logits.detach().max(3, keepdim=True)
-    hidden, empty = logits == float('-inf'), largest == float('-inf')
-    key, bias = (x.detach().expand_as(logits).gather(3, top).masked_fill(empty, 0.0) for x in (keys, rows))
-    logits = ((keys - key) + (rows - bias)).masked_fill(hidden, float('-inf'))
-    return torch.softmax(logits, 3).masked_fill(hidden, 0.0)
 
 
 def _table(biases: list[Tensor]) -> Tensor:
