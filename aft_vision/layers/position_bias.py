@@ -2,9 +2,11 @@
 
 `fuse()` caches that output for inference, with what the kernels compute from it alone, and later that at the last other
 grid. The cache is used in evaluation without gradients. It is recomputed when a parameter is loaded, moved, cast or
-written in place, and dropped by `train()`, so a fused model can be trained further. A write through `.data`, or to a
-parameter made in inference mode, is not detected: call `fuse()` again. Compiled graphs, torch.vmap, forward-mode
-derivatives and modules with a parametrisation always compute the output.
+written in place, and after a call with gradients, since optimizers with `fused=True` write without a trace; `train()`
+drops it. So a fused model can be trained further. Other writes that torch does not count are not detected: through
+`.data`, by a collective of torch.distributed, to a parameter made in inference mode, or by an optimizer with
+`fused=True` after compiled or no calls; call `fuse()` again. Compiled graphs, torch.vmap, forward-mode derivatives and
+modules with a parametrisation always compute the output.
 Exported and scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
 """
 
@@ -173,6 +175,8 @@ class FusedModule(nn.Module):
         if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
             return False
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
+            # An optimizer may follow.
+            self.fused_from = []
             return False
         # A parametrisation holds the parameters in a module below, where writes are not seen.
         if self._modules:

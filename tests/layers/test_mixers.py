@@ -377,6 +377,22 @@ def test_a_fused_mixer_follows_its_parameters(name: str):
         assert_close(call(mixer, x.float()), call(other, x), 1e-5)
 
 
+@pytest.mark.parametrize('name', FUSED)
+def test_a_fused_mixer_follows_an_optimizer_that_writes_without_a_trace(name: str):
+    mixer = randomized(MAKERS[name](dtype=torch.float64)).eval().fuse()
+    optimizer, x = torch.optim.AdamW(mixer.parameters(), 0.1, fused=True), randn(2, 12, 8)
+    with torch.no_grad():
+        stale = call(mixer, x)
+    for _ in range(2):
+        call(mixer, x).square().sum().backward()
+        optimizer.step()
+        other = randomized(MAKERS[name](dtype=torch.float64), scale=0.7).eval()
+        other.load_state_dict(mixer.state_dict())
+        with torch.no_grad():
+            assert torch.equal(call(mixer, x), call(other, x))
+    assert not torch.equal(call(mixer, x), stale)
+
+
 @pytest.mark.parametrize('name', ['full', 'conv'])
 def test_a_fused_mixer_follows_parameters_that_a_transform_gives_it(name: str):
     mixer = randomized(MAKERS[name](dtype=torch.float64)).eval().fuse()
