@@ -1,10 +1,12 @@
 """Files of a run, and atomic writing of files."""
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 BEST, LAST = 'best.pth', 'last.pth'
 
@@ -59,6 +61,12 @@ def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
                 os.replace(older(path, age - 1), older(path, age))
         os.replace(written, path)
     sync_directory(path.parent)
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write a JSON file, complete or not at all."""
+    with replacing(path) as file:
+        file.write_text(json.dumps(content, indent=2) + '\n')
 
 
 def sync_directory(directory: Path) -> None:

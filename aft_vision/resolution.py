@@ -221,7 +221,7 @@ def draw_sizes(rows: Sequence[Mapping[str, Any]], train_size: Sequence[int] | No
     speed.bar(labels, [row['images_per_second'] for row in rows])
     speed.set(xlabel='image size (pixels)', ylabel='images/s, forward pass')
     memory.bar(labels, [row['peak_memory_mb'] for row in rows])
-    memory.set(xlabel='image size (pixels)', ylabel='peak memory (MB)')
+    memory.set(xlabel='image size (pixels)', ylabel='peak memory (MiB)')
     if len(labels) > 8:
         for axes in (accuracy, speed, memory):
             axes.tick_params(axis='x', labelrotation=90)

@@ -9,7 +9,6 @@ and the bits by update and by seconds of training to DIR/compare_runs.png.
 """
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +28,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
+from aft_vision.files import write_json
 from aft_vision.visualize import draw_bits, save_figure
 
 # Columns of the table: title, format, and the key of result.json.
@@ -39,7 +39,7 @@ COLUMNS = (
     ('updates', 'd', 'updates'),
     ('updates/s', '.3f', 'updates_per_second'),
     ('seconds', '.0f', 'seconds'),
-    ('MB', '.0f', 'memory_mb'),
+    ('MiB', '.0f', 'memory_mb'),
 )
 
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     # Results of earlier versions have only `measure`.
     figure = draw_bits(runs, rows[0].get('bits_unit', rows[0]['measure']))
     save_figure(figure, args.out / 'compare_runs.png')
-    (args.out / 'compare_runs.json').write_text(json.dumps(rows, indent=2) + '\n')
+    write_json(args.out / 'compare_runs.json', rows)
     return rows
 
 

@@ -9,7 +9,6 @@ mean and standard deviation of each run and a dot for each seed.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
+from aft_vision.files import write_json
 from aft_vision.visualize import literal, new_figure, save_figure
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     print(format_seeds(rows, metrics))
     args.out.mkdir(parents=True, exist_ok=True)
     save_figure(draw_seeds(rows, metrics, args.title), args.out / 'compare_seeds.png')
-    (args.out / 'compare_seeds.json').write_text(json.dumps(rows, indent=2) + '\n')
+    write_json(args.out / 'compare_seeds.json', rows)
     return rows
 
 
@@ -104,7 +104,7 @@ def format_seeds(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
         ]
         for row in rows
     ]
-    return format_table(['run', 'seeds', *metrics, 's/epoch', 'MB', 'parameters'], *cells)
+    return format_table(['run', 'seeds', *metrics, 's/epoch', 'MiB', 'parameters'], *cells)
 
 
 def _unit(name: str) -> tuple[int, int, str]:

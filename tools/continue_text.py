@@ -13,7 +13,6 @@ Text i has the seed --seed plus i.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +41,7 @@ import torch
 from aft_vision.commandline import run_command
 from aft_vision.data import VOCABULARIES
 from aft_vision.data.bytes import decode, encode
+from aft_vision.files import write_json
 from aft_vision.models import AFTDecoder
 from tools.sampling import load, rules
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> list[bytes]:
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         rows = [{'text': text.decode(errors='replace'), 'hex': text.hex()} for text in texts]
-        args.out.write_text(json.dumps({'prompt': prompt.decode(errors='replace'), 'texts': rows}, indent=2) + '\n')
+        write_json(args.out, {'prompt': prompt.decode(errors='replace'), 'texts': rows})
     print('\n---\n'.join(text.decode(errors='replace') for text in texts))
     return texts
 

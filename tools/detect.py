@@ -85,7 +85,7 @@ from aft_vision.commandline import run_command, say
 from aft_vision.data import Source
 from aft_vision.data.datasets import check_same_classes, open_eval_split, open_train_split
 from aft_vision.devices import peak_memory_mb
-from aft_vision.files import LAST, replacing
+from aft_vision.files import LAST, replacing, write_json
 from aft_vision.models.pyramid import FeaturePyramid, create_pyramid
 from aft_vision.models.state_dict import check_state_dict
 from aft_vision.models.weight_files import load_torch_file
@@ -127,8 +127,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         'peak_memory_mb': max(trained['peak_memory_mb'], peak_memory_mb('cpu')),
         'machine': describe_machine('cpu'),
     }
-    with replacing(args.out / RESULT) as path:
-        path.write_text(json.dumps(result, indent=2) + '\n')
+    write_json(args.out / RESULT, result)
     print(json.dumps({'model': args.model, **result['evaluation']}))
     return result
 
@@ -190,7 +189,7 @@ def train(detector: FCOS, scenes: Scenes, class_names: list[str], args: argparse
     """Train until the processor time is used, and save.
 
     Returns:
-        Updates, scenes, seconds of processor time, peak memory in MB and the mean losses between checkpoints.
+        Updates, scenes, seconds of processor time, peak memory in MiB and the mean losses between checkpoints.
 
     Raises:
         ValueError: the checkpoint to continue from has other options or classes.

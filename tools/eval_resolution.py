@@ -31,7 +31,6 @@ size.
 
 import argparse
 import copy
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -96,6 +95,7 @@ from aft_vision.commandline import run_command
 from aft_vision.data import NativeShape
 from aft_vision.devices import peak_memory_mb, reset_peak_memory, resolve_device
 from aft_vision.evaluate import evaluate_all, load_model, read_record
+from aft_vision.files import write_json
 from aft_vision.resolution import (
     AveragedPrediction,
     check_size,
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             tables.append({'name': title, **evaluate_checkpoint(checkpoint, args, device)})
         rows = [{'checkpoint': table['name'], **row} for table in tables for row in table['sizes']]
         result, name = {**settings, 'checkpoints': tables}, 'eval_resolution_grid'
-    (out / f'{name}.json').write_text(json.dumps(result, indent=2) + '\n')
+    write_json(out / f'{name}.json', result)
     several = 'checkpoints' in result
     figure = draw_accuracies(result['checkpoints']) if several else draw_sizes(rows, result['train_size'])
     save_figure(figure, out / f'{name}.png')
@@ -177,12 +177,12 @@ def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torc
     for view in views:
         row = evaluate_at(model, view, args, device)
         if not rows:
-            print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}  {"top-5 %":>7}  {"images/s":>8}  {"peak MB":>7}')
+            print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}  {"top-5 %":>7}  {"images/s":>8}  {"peak MiB":>8}')
         rows.append(row)
         title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row and 'scales' not in row else size_label(row)
         print(
             f'{title:>{width}}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}  {row["top5"]:>7.2f}  '
-            f'{row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>7.0f}'
+            f'{row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>8.0f}'
         )
     if args.per_class:
         print_classes(rows)

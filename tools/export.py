@@ -35,7 +35,6 @@ rounds: above 1 is faster than DeiT. The rows are written to OUT.latency.json. A
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -132,7 +131,7 @@ from aft_vision.export import (
     measure_latency,
     quantize_onnx,
 )
-from aft_vision.files import replacing
+from aft_vision.files import replacing, write_json
 from aft_vision.models.transfer_source import load_pretrained
 from aft_vision.visualize import find_photographs, load_image
 from tools.machine import check_load, describe_machine
@@ -240,7 +239,7 @@ def time_file(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> 
         low, high = row['ratio_range']
         print(f'{row["name"]:18} {row["milliseconds"]:9.2f} {row["ratio"]:6.2f}  {low:.2f} to {high:.2f}')
     result = {'machine': machine, 'images': images, 'opset': args.opset, 'rounds': args.rounds, 'rows': rows}
-    args.out.with_suffix('.latency.json').write_text(json.dumps(result, indent=2) + '\n')
+    write_json(args.out.with_suffix('.latency.json'), result)
 
 
 if __name__ == '__main__':

@@ -15,7 +15,6 @@ same to DIR/harden_gumbel.json.
 
 import argparse
 import copy
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +54,7 @@ from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
 from aft_vision.evaluate import evaluate_all, load_model
 from aft_vision.export import export_model
+from aft_vision.files import write_json
 from aft_vision.layers import AFTOnehot
 from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
 from aft_vision.sizes import check_image_size, default_size
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         before, after = evaluate_all([model, onehot], loader, device, progress=sys.stderr.isatty())
         result['accuracy'] = {'gumbel': before, 'onehot': after}
     export_model(onehot, args.out, model.pretrained_cfg.get('label_names') or [], card=True)
-    (args.out / 'harden_gumbel.json').write_text(json.dumps(result, indent=2) + '\n')
+    write_json(args.out / 'harden_gumbel.json', result)
     print_result(result)
     print(f'the one-hot model and harden_gumbel.json are in {args.out}')
     return result

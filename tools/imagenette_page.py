@@ -107,7 +107,6 @@ def write_page(docs: Path) -> None:
     search = format_search(docs / 'data' / 'imagenette_search')
     write_blocks(docs / PAGE, runs=format_runs(rows), search=search)
     if rows:
-        (docs.parent / 'images').mkdir(exist_ok=True)
         save_figure(draw_runs(rows), docs.parent / 'images' / PICTURE)
 
 
@@ -145,7 +144,7 @@ def format_runs(rows: Sequence[Row]) -> str:
     ]
     marks = ' | '.join(f's to {mark} %' for mark in MARKS)
     cost = [
-        f'| model | epochs | parameters | learning rate | images/s | MB | {marks} |',
+        f'| model | epochs | parameters | learning rate | images/s | MiB | {marks} |',
         '|---|---|---|---|---|---|' + '---|' * len(MARKS),
         *(format_cost(row) for row in rows),
     ]
@@ -160,7 +159,7 @@ def format_runs(rows: Sequence[Row]) -> str:
         'last ones and their average, on these same images.'
     )
     about_cost = (
-        'images/s and MB (peak of the process) are of training, seconds those of training alone, until the weights or '
+        'images/s and MiB (peak of the process) are of training, seconds those of training alone, until the weights or '
         f'their average first had that top-1 in an evaluation. {describe_origin(runs, DATA)}'
     )
     picture = f'![Top-1 by epoch and by minutes of training](../images/{PICTURE})'

@@ -22,13 +22,12 @@ window, into the folder pruned/, which `timm.create_model('local-dir:DIR/pruned'
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_data_arguments, add_device, add_size
+from tools.arguments import CommandParser, add_data_arguments, add_device, add_size, parse_count
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,7 +39,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--keep-fraction', type=float, nargs='+', default=[], help='shares of all entries to keep')
     parser.add_argument('--save', type=float, metavar='THRESHOLD', help='write the model pruned at this threshold')
     add_size(parser)
-    parser.add_argument('--rounds', type=int, default=20, help='timings of the operation; 0 for none (default: 20)')
+    parser.add_argument(
+        '--rounds', type=parse_count, default=20, help='timings of the operation; 0 for none (default: 20)'
+    )
     parser.add_argument('--allow-load', action='store_true', help='time even if other processes use the machine')
     add_device(parser)
     parser.add_argument('--out', type=Path, help='folder of the results (default: next to the checkpoint)')
@@ -57,6 +58,7 @@ from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
 from aft_vision.evaluate import evaluate_all, load_model
 from aft_vision.export import export_model
+from aft_vision.files import write_json
 from aft_vision.regularizers import (
     conv_mixers,
     crop,
@@ -94,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     trained = resolve_model_data_config(model)
     if args.size is not None:
         trained['input_size'] = (3, *args.size)
-    trained['crop_pct'] = args.crop_pct or trained['crop_pct']
+    trained['crop_pct'] = trained['crop_pct'] if args.crop_pct is None else args.crop_pct
     size = trained['input_size'][1:]
     check_image_size(model, size)
     thresholds = choose_thresholds(model, args)
@@ -113,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print_table(rows)
     out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
     out.mkdir(parents=True, exist_ok=True)
-    (out / 'prune_bias.json').write_text(json.dumps(result, indent=2) + '\n')
+    write_json(out / 'prune_bias.json', result)
     save_figure(draw_cost(rows), out / 'prune_bias.png')
     print(f'prune_bias.json and prune_bias.png are in {out}')
     if args.save is not None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_device, add_size, check_out
+from tools.arguments import CommandParser, add_device, add_size, check_out, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,7 +39,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--query', type=int, nargs=2, metavar=('ROW', 'COL'), help='token whose attention is drawn (default: centre)'
     )
-    parser.add_argument('--max-heads', type=int, default=16, help='heads per layer that are drawn (default: 16)')
+    parser.add_argument(
+        '--max-heads', type=parse_positive, default=16, help='heads per layer that are drawn (default: 16)'
+    )
     add_device(parser)
     parser.add_argument('--out', type=Path, help='the page (default: report.html next to the checkpoint)')
     return parser.parse_args(argv)

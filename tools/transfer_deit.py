@@ -16,7 +16,6 @@ Code in a file is never executed.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +58,7 @@ from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.export import export_model
+from aft_vision.files import write_json
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import Report, Row, summarize_transfer
 from aft_vision.models.transfer_source import Source, did_you_mean, load_source
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
     export_model(model, args.out, names, {**data_config, 'input_size': input_size}, card=True)
     result = describe(args, rows, report)
-    (args.out / 'transfer_report.json').write_text(json.dumps(result, indent=2) + '\n')
+    write_json(args.out / 'transfer_report.json', result)
     print(f'the model, its card and transfer_report.json are in {args.out}')
     return result
 

@@ -20,7 +20,6 @@ The exit status is 0 if all agree, 1 if any does not, and 2 after an error, such
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,7 +78,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.commandline import run_command
-from aft_vision.files import replacing
+from aft_vision.files import write_json
 from tools.processes import interrupted_by_sigterm
 
 FLOAT64, FURTHER_SHAPES = 'float64', 'further shapes'
@@ -243,8 +242,7 @@ def show(rows: list[dict[str, Any]], path: Path | None) -> None:
 
 def write_rows(rows: list[dict[str, Any]], path: Path, complete: bool) -> None:
     """Write the rows as JSON, and whether they are all."""
-    with replacing(path) as file:
-        file.write_text(json.dumps({'complete': complete, 'rows': rows}, indent=2) + '\n')
+    write_json(path, {'complete': complete, 'rows': rows})
 
 
 def find_types(dtype: str, bias: str, biases: int) -> tuple[torch.dtype, ...]:

@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, check_out
+from tools.arguments import CommandParser, check_out, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -24,7 +24,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
     parser.add_argument('--before', type=Path, help='another checkpoint, with its biases on the left')
-    parser.add_argument('--max-heads', type=int, default=16, help='heads to draw per layer (default: 16)')
+    parser.add_argument('--max-heads', type=parse_positive, default=16, help='heads to draw per layer (default: 16)')
     parser.add_argument('--heads', type=int, nargs='+', help='heads to draw (default: evenly spaced ones)')
     parser.add_argument('--layers', type=int, nargs='+', help='these layers (default: all)')
     parser.add_argument('--exponentiated', action='store_true', help='draw exp(w) instead of exp(w) - 1')

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_device, add_size, check_out
+from tools.arguments import CommandParser, add_device, add_size, check_out, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -28,7 +28,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         '--query', type=int, nargs=2, metavar=('ROW', 'COL'), help='draw the attention of this token instead of keys'
     )
     parser.add_argument('--heads', type=int, nargs='+', help='heads or channels (default: evenly spaced ones)')
-    parser.add_argument('--max-heads', type=int, default=16, help='number of evenly spaced heads (default: 16)')
+    parser.add_argument(
+        '--max-heads', type=parse_positive, default=16, help='number of evenly spaced heads (default: 16)'
+    )
     parser.add_argument('--layers', type=int, nargs='+', help='layers (default: all)')
     add_device(parser)
     parser.add_argument('--out', type=Path, required=True, help='the PNG')
@@ -74,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         figure = draw_key_maps(photograph, layers, **options)
     else:
         figure = draw_implicit_attention(photograph, layers, (args.query[0] - 1, args.query[1] - 1), **options)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, args.out)
     print(f'the {"keys are" if args.query is None else "implicit attention is"} in {args.out}')
     return args.out

@@ -95,11 +95,11 @@ def check_image_sizes(model: nn.Module, config: Config) -> None:
     """Raise a ValueError unless a model supports all image sizes of the run."""
     training, evaluated = training_sizes(config), config.data.eval_img_size or config.data.img_size
     key = 'data.img_size' if config.data.train_sizes is None else 'data.train_sizes'
-    for key, size in [*((key, each) for each in training), ('data.eval_img_size', evaluated)]:
+    for name, size in [*((key, each) for each in training), ('data.eval_img_size', evaluated)]:
         try:
             check_image_size(model, size)
         except ValueError as error:
-            raise ValueError(f'{key}: {error}') from error
+            raise ValueError(f'{name}: {error}') from error
     sizes = [*training, evaluated]
     if len(set(sizes)) > 1 and has_fixed_input_size(model):
         raise ValueError(

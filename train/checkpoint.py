@@ -225,9 +225,9 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     # In another folder, the best weights are only those from now on.
     if not (continues(folder, where) and (folder / BEST).exists()):
         state.progress.best = state.objective.worst
-    place = 'complete' if state.is_spent() else f'epoch {state.progress.epoch + 1}'
+    reached = 'complete' if state.is_spent() else f'epoch {state.progress.epoch + 1}'
     if state.world.is_primary:
-        print(f'resumed from {path}: {place}, update {state.progress.updates}')
+        print(f'resumed from {path}: {reached}, update {state.progress.updates}')
         for change in changes:
             print(f'  now with {change}')
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from aft_vision.data import Draw
+from aft_vision.files import write_json
 from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot
 from train.objective import Batch
 from train.state import TrainState
@@ -58,7 +58,7 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
         found[state.objective.unit] = [draw.image for draw in draws]
         found |= _watch(state, _parts(loader, draws, state.config.optim.accumulate))
     path = folder / f'nonfinite-{reached.updates + 1}-rank{world.rank}.json'
-    path.write_text(json.dumps(found, indent=2) + '\n')
+    write_json(path, found)
     return path
 
 

@@ -1,7 +1,6 @@
 """Training of models of sequences: task, metrics and run."""
 
 import argparse
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from aft_vision.data import LoaderOptions, Loaders, TrainLoaderOptions
 from aft_vision.evaluate import load_matching_state_dict, read_checkpoint
+from aft_vision.files import write_json
 from aft_vision.likelihood import BitsEvaluator, evaluate_bits, sequence_loss
 from aft_vision.models.decoder import AFTDecoder, bits
 from aft_vision.models.decoders import create_decoder, load_decoder
@@ -284,7 +284,7 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
         'parameters': sum(parameter.numel() for parameter in state.model.parameters()),
         'model': config.model,
     }
-    (run_dir / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
+    write_json(run_dir / 'result.json', result)
     save_figure(draw_bits({run_dir.name: run_dir}, data.bits_unit), run_dir / 'curves.png')
     print(f'best {state.progress.best:.4f} {data.measure} ({split}); in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    result.json  the final figures')

@@ -176,7 +176,7 @@ def pooled_window(config: FastformerConfig) -> int:
         ValueError: it or the first window cannot be halved.
     """
     first, stride = config.poolingformer_window, config.poolingformer_stride
-    second = config.poolingformer_second_window or 4 * first
+    second = config.poolingformer_second_window
     if first % 2 or second % (2 * stride) or min(first, second) < 2:
         raise ValueError(
             'expected an even poolingformer_window and a poolingformer_second_window that is a multiple of '

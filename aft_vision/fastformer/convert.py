@@ -70,7 +70,10 @@ def _rename(name: str) -> str | None:
     for pattern, replacement in _NAMES.items():
         if match := re.fullmatch(pattern, name):
             return None if replacement is None else match.expand(replacement)
-    raise ValueError(f'{name!r} is no parameter of the notebook that is known here')
+    raise ValueError(
+        'expected the parameters of the published notebook (word_embedding, fastformer_model, dense_linear), '
+        f'got {name!r}'
+    )
 
 
 def _check(config: FastformerConfig) -> None:
@@ -86,4 +89,6 @@ def _check(config: FastformerConfig) -> None:
     }
     for name, value in wanted.items():
         if getattr(config, name) != value:
-            raise ValueError(f'the notebook has {name}={value!r}, got {getattr(config, name)!r}')
+            raise ValueError(
+                f'expected {name}={value!r} in the configuration, as the notebook has, got {getattr(config, name)!r}'
+            )

@@ -174,7 +174,9 @@ class FastformerModel(FastformerPreTrainedModel):
             return self.embeddings.embed_tokens(input_ids)
         if input_ids is None and inputs_embeds is not None:
             return inputs_embeds
-        raise ValueError('expected either input_ids or inputs_embeds')
+        raise ValueError(
+            f'expected either input_ids or inputs_embeds, got {"neither" if input_ids is None else "both"}'
+        )
 
 
 def _as_mask(attention_mask: Tensor | None, embeds: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aft_vision.files import find_checkpoint, name_latest
+from aft_vision.files import find_checkpoint, name_latest, replacing
 from aft_vision.models import char, pixel
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.state_dict import check_state_dict
@@ -56,11 +56,15 @@ def save_decoder(model: AFTDecoder, path: str | Path, **extra: Any) -> None:
     Args:
         extra: more entries of the file, of types that torch.load(weights_only=True) accepts, or numbers and arrays of
             numpy, which become Python's numbers and lists, as in the model's arguments.
+
+    Raises:
+        ValueError: the model was not made by `create_decoder`.
     """
     if model.model_args is None:
         raise ValueError('expected a model made by create_decoder, got one without a name')
     data = {**extra, 'model_args': model.model_args, 'task': model.task}
-    torch.save({**_without_numpy(data), 'state_dict': model.state_dict()}, path)
+    with replacing(path) as written:
+        torch.save({**_without_numpy(data), 'state_dict': model.state_dict()}, written)
 
 
 def _without_numpy(value: Any) -> Any:

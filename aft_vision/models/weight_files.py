@@ -9,6 +9,7 @@ from typing import IO, Any
 
 import torch
 
+from aft_vision.files import replacing
 from aft_vision.ops.common.errors import first_line
 
 # Bytes per read.
@@ -81,7 +82,8 @@ def add_checksum(path: str | Path) -> None:
     encoded = json.dumps(header, separators=(',', ':')).encode()
     # Tensors begin at a multiple of eight bytes.
     encoded += b' ' * (-len(encoded) % 8)
-    path.write_bytes(len(encoded).to_bytes(8, 'little') + encoded + tensors)
+    with replacing(path) as written:
+        written.write_bytes(len(encoded).to_bytes(8, 'little') + encoded + tensors)
 
 
 def check_checksum(path: str | Path) -> None:

@@ -20,7 +20,7 @@ LEAST_PRODUCT = 2**22
 
 @torch.library.custom_op('aft_vision::linear', mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`multiply_onednn` as one node of a graph."""
+    """Run `multiply_onednn` as one node of a graph."""
     return multiply_onednn(x, weight, bias)
 
 
@@ -30,7 +30,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def multiply_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear` of inputs that are covered, computed by oneDNN, without gradients."""
+    """Return `F.linear` of inputs that `can_run` accepts, computed by oneDNN, without gradients."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '')
 
 

@@ -575,7 +575,7 @@ def _check_weights(name: str, inputs: FullInputs | ConvInputs, weights: Tensor) 
 
 
 def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> Any | None:
-    """Return the module with the compiled steps of decoding, where they cover the state and no graph is captured."""
+    """Return the module with the compiled steps of decoding, where they support the state and no graph is captured."""
     if torch.compiler.is_compiling() or state[0].device.type != 'cpu' or state[0].dtype != torch.float32:
         return None
     kernels = _module('decode.step_cpp')

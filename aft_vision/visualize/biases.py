@@ -201,8 +201,6 @@ def draw_position_biases(
         ValueError: a model has no position biases, the two do not match, or a head or layer does not exist.
         ImportError: matplotlib is not installed.
     """
-    if max_heads < 1:
-        raise ValueError(f'max_heads must be at least 1, got {max_heads}')
     models = {'': model} if before is None else {'before': before, 'after': model}
     biases = {title: _biases_by_layer(model) for title, model in models.items()}
     _check_match(list(biases.values()))

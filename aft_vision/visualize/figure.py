@@ -70,7 +70,8 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure as a PNG."""
+    """Write a figure as a PNG; its folder is made if it is missing."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
 
 
@@ -89,7 +90,13 @@ def literal(name: str) -> str:
 
 
 def choose(count: int, at_most: int) -> list[int]:
-    """Return up to `at_most` evenly spaced indices below `count`, including the first and the last."""
+    """Return up to `at_most` evenly spaced indices below `count`, including the first and the last.
+
+    Raises:
+        ValueError: at_most is below 1.
+    """
+    if at_most < 1:
+        raise ValueError(f'expected to draw at least one of {count}, got {at_most}')
     return torch.linspace(0, count - 1, min(count, at_most)).round().long().tolist()
 
 

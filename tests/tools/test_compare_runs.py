@@ -51,7 +51,7 @@ def test_the_best_run_comes_first_and_all_are_drawn(tmp_path, capsys):
     rows = main([*map(str, runs), '--out', str(tmp_path / 'out')])
     assert [row['name'] for row in rows] == ['local', 'simple']
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == 'run parameters train bits test bits updates updates/s seconds MB'.split()
+    assert lines[0].split() == 'run parameters train bits test bits updates updates/s seconds MiB'.split()
     assert lines[1].split() == ['local', '1,234,567', '2.5000', '2.7500', '40', '2.000', '20', '512']
     assert json.loads((tmp_path / 'out' / 'compare_runs.json').read_text()) == rows
     assert Image.open(tmp_path / 'out' / 'compare_runs.png').size[0] > 1000

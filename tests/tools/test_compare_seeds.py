@@ -30,7 +30,7 @@ def test_each_run_has_a_line_and_a_place_in_the_picture(tmp_path, capsys):
     runs = [make_run(tmp_path / 'multiply', [0.8, 0.9], auc=0.7), make_run(tmp_path / 'add', [0.75])]
     rows = main([*map(str, runs), '--out', str(tmp_path / 'out'), '--title', 'IMDB'])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ['run', 'seeds', 'accuracy', 's/epoch', 'MB', 'parameters']
+    assert lines[0].split() == ['run', 'seeds', 'accuracy', 's/epoch', 'MiB', 'parameters']
     assert lines[1].split() == ['multiply', '2', '85.00', '+-', '1.23', '12.3', '457', '1,234,567']
     assert lines[2].split() == ['add', '1', '75.00', '12.3', '457', '1,234,567']
     assert json.loads((tmp_path / 'out' / 'compare_seeds.json').read_text()) == rows

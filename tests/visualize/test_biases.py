@@ -93,7 +93,7 @@ def test_a_model_without_biases_is_rejected(name):
 
 
 def test_fewer_than_one_head_is_rejected():
-    with pytest.raises(ValueError, match='max_heads must be at least 1, got 0'):
+    with pytest.raises(ValueError, match='expected to draw at least one of 4, got 0'):
         draw_position_biases(make_model('conv'), max_heads=0)
 
 

@@ -63,7 +63,7 @@ from typing import Any
 import torch
 
 from aft_vision.commandline import EXIT_CODE, run_command
-from aft_vision.files import replacing
+from aft_vision.files import replacing, write_json
 from tools.gpu_report.pieces import MARGIN, make_pieces
 from tools.machine import count_cores, describe_backends, describe_machine, read_commit
 from tools.processes import Commands, interrupted_by_sigterm
@@ -160,13 +160,11 @@ class Report:
         entry, words = self.read(name), self.commands[name]
         if self.args.again or entry.get('status') != 'done' or entry['words'] != words:
             entry = {'key': self.key, 'words': words, **self.run(name, words)}
-            with replacing(self.args.out / f'{name}.json') as file:
-                file.write_text(json.dumps(entry, indent=2) + '\n')
+            write_json(self.args.out / f'{name}.json', entry)
         with self._lock:
             known = self.content['pieces'] | {name: entry}
             self.content['pieces'] = {each: known[each] for each in self.commands if each in known}
-            with replacing(self.args.out / 'report.json') as file:
-                file.write_text(json.dumps(self.content, indent=2) + '\n')
+            write_json(self.args.out / 'report.json', self.content)
             with replacing(self.args.out / 'report.md') as file:
                 file.write_text(format_report(self.content))
             print(f'{name:24} {entry["seconds"]:6.1f} s  {entry["status"]}  {entry["reason"]}'.rstrip(), flush=True)

@@ -9,7 +9,6 @@ flash-linear-attention, causal, without normalisation.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
@@ -36,6 +35,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from aft_vision.commandline import run_command
+from aft_vision.files import write_json
 from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, draw
 from tools.benchmark.ops import KERNEL_SIZE, Operation, Size, draw_qkv, grid_of
 from tools.benchmark.printer import format_rows
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for direction in DIRECTIONS:
             found = compare(candidates, device, args.rounds, directions=[direction], memory=False)
             rows += [{'group': group, 'shape': shape, **row} for row in found]
-            args.json.write_text(json.dumps({'rows': rows}, indent=2) + '\n')
+            write_json(args.json, {'rows': rows})
     print(format_rows(rows))
 
 

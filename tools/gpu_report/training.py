@@ -11,7 +11,6 @@ import argparse
 import csv
 import hashlib
 import importlib.util
-import json
 import subprocess
 import sys
 import time
@@ -52,6 +51,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
+from aft_vision.files import write_json
 from tools.machine import count_cores
 
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def add(name: str, epochs: int) -> None:
         rows.append(train(name, epochs, args))
-        args.json.write_text(json.dumps({'rows': rows}, indent=2) + '\n')
+        write_json(args.json, {'rows': rows})
 
     for name in models:
         add(name, 1 if args.dry_run else 2)

@@ -16,7 +16,6 @@ seeds) and, for each seed, seed_N with checkpoints, result.json and best/, a sav
 """
 
 import dataclasses
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from datasets import disable_progress_bars
 from transformers.utils import logging
 
 from aft_vision.commandline import run_command
+from aft_vision.files import write_json
 from train.checkpoint import holds_run, lock_run
 from train.config import save_config
 from train.fastformer.run import CONFIG, RESULT, TextRun
@@ -198,13 +198,13 @@ def evaluate(run: TextRun) -> dict[str, dict[str, float]]:
 def finish(run: TextRun, summary: dict[str, Any]) -> None:
     """Write and print the summary of the seeds, and list the files."""
     model = run.config.model if run.config.run.init_from is None else {'init_from': run.config.run.init_from}
-    (run.folder / RESULT).write_text(json.dumps({**summary, 'model': model}, indent=2) + '\n')
+    write_json(run.folder / RESULT, {**summary, 'model': model})
     for metric in (name for name in run.metrics if f'test_{name}' in summary):
         mean, deviation = summary[f'test_{metric}']['mean'], summary[f'test_{metric}']['std']
         seeds = ', '.join(map(str, summary['seeds']))
         print(f'test {metric} {describe_value(metric, mean, deviation)}  (seeds {seeds})')
     print(
-        f'{summary["seconds_per_epoch"]["mean"]:.1f} s/epoch, {summary["memory_mb"]["mean"]:.0f} MB; in {run.folder}:'
+        f'{summary["seconds_per_epoch"]["mean"]:.1f} s/epoch, {summary["memory_mb"]["mean"]:.0f} MiB; in {run.folder}:'
     )
     print('  result.json  mean, deviation and every seed    config.yaml  repeats the runs')
     print('  seed_N/best  the model and its tokenizer       seed_N/checkpoint-N  to resume from')

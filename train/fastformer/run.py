@@ -25,6 +25,7 @@ from transformers.trainer_utils import IntervalStrategy
 from aft_vision.devices import reset_peak_memory
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
+from aft_vision.files import write_json
 from aft_vision.models.weight_files import add_checksum, check_checksums
 from train.fastformer.schema import RESERVED_KEYS, TextConfig, stated_model, text_model_config
 from train.fastformer.trainer import EpochMeter, StopAfterSignal, finished_training, last_checkpoint, training_arguments
@@ -169,7 +170,7 @@ class TextRun(ABC):
             parameters = sum(parameter.numel() for parameter in model.parameters())
             result = self.summarize_run(trainer, tested, seed) | {'parameters': parameters}
             if trainer.is_world_process_zero():
-                (folder / RESULT).write_text(json.dumps(result, indent=2) + '\n')
+                write_json(folder / RESULT, result)
         number = stop.asked(arguments)
         if number:
             PartialState().wait_for_everyone()

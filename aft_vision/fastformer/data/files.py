@@ -45,6 +45,8 @@ def read_lines(path: str | Path, member: str | None = None) -> Iterator[tuple[in
         with _open(path, member) as file:
             for number, line in enumerate(file, 1):
                 yield number, line
+    except PermissionError:
+        raise
     except DAMAGE as error:
         raise ValueError(f'{path} is damaged after line {number}: {error}') from error
 

@@ -30,7 +30,7 @@ def read_mind_topic(
             dev and test), or several of these; a news that is in several counts once.
         docs: A `docs.tsv` with bodies, which MIND itself lacks: news_id, category, subcategory, title, abstract, body.
         text: Columns to join: `title`, `abstract`, `body`; None: the body where there is one, else title and abstract.
-        options: `sample` and `seed`, as `table.collect` takes them.
+        options: `sample`, `seed` and `drop_incomplete`, as `table.collect` takes them.
 
     Raises:
         ValueError: a file is damaged or of another layout, which names line and column, or `body` is asked for
@@ -51,7 +51,7 @@ def read_ag_news(path: str | Path, **options: Any) -> Dataset:
     A `classes.txt` next to it names the classes. `table.read_hub('fancyzhx/ag_news')` gives the same texts.
 
     Args:
-        options: `sample` and `seed`, as `table.collect` takes them.
+        options: `sample`, `seed` and `drop_incomplete`, as `table.collect` takes them.
 
     Raises:
         ValueError: the file is damaged or of another layout; names line and column.

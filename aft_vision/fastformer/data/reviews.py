@@ -76,7 +76,7 @@ def read_acl_imdb(folder: str | Path, split: str = 'train', label: str = 'sentim
     Args:
         split: `train` or `test`.
         label: `sentiment`: neg and pos. `rating`: 1 to 4 and 7 to 10.
-        options: `sample` and `seed`, as `table.collect` takes them.
+        options: `sample`, `seed` and `drop_incomplete`, as `table.collect` takes them.
 
     Raises:
         ValueError: a folder or its files are missing, or a file is named otherwise or damaged.
