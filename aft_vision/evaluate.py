@@ -22,7 +22,7 @@ from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.models.transfer_report import describe_transfer
-from aft_vision.models.transfer_source import find_stated_grid, load_pretrained
+from aft_vision.models.transfer_source import build_model, find_stated_grid
 from aft_vision.models.weight_files import check_checksum, load_torch_file
 from aft_vision.modes import in_evaluation
 from aft_vision.sizes import record_size
@@ -139,15 +139,18 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwa
         ConnectionError: published weights cannot be downloaded; those inside the package need no network.
     """
     if not Path(checkpoint).exists() and timm.models.is_model_pretrained(str(checkpoint)):
-        return load_pretrained(str(checkpoint), **kwargs).to(device).eval()
+        return build_model(str(checkpoint), pretrained=True, **kwargs).to(device).eval()
     checkpoint = find_checkpoint(checkpoint)
     if checkpoint.is_dir():
         check_folder(checkpoint)
         if (checkpoint / 'model.safetensors').is_file():
             check_checksum(checkpoint / 'model.safetensors')
-        return _create(f'local-dir:{checkpoint}', checkpoint, pretrained=True, **kwargs).to(device).eval()
+        return build_model(f'local-dir:{checkpoint}', pretrained=True, **kwargs).to(device).eval()
     content = read_checkpoint(checkpoint)
-    model = _create(content['model_name'], checkpoint, **{**content['model_kwargs'], **kwargs})
+    try:
+        model = build_model(content['model_name'], **{**content['model_kwargs'], **kwargs})
+    except ValueError as error:
+        raise ValueError(f'{checkpoint}: {error}') from error
     load_matching_state_dict(model, content['state_dict'], source=str(checkpoint))
     # The preprocessing and the class names, as in an export.
     cfg: Any = model.pretrained_cfg
@@ -158,14 +161,6 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwa
     if content.get('class_names'):
         cfg['label_names'] = content['class_names']
     return model.to(device).eval()
-
-
-def _create(name: str, checkpoint: Path, **kwargs: Any) -> nn.Module:
-    try:
-        return timm.create_model(name, **kwargs)
-    # An unknown model, unknown arguments, or weights that are missing, truncated or of another shape.
-    except Exception as error:
-        raise ValueError(f'expected a model that can be built, got {checkpoint}: {error}') from error
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:

@@ -145,14 +145,19 @@ def test_a_truncated_checkpoint_and_a_file_of_other_bytes_are_named(tmp_path, co
     ('changes', 'message'),
     [
         ({'state_dict': None}, r'a checkpoint with model_name.*wrong\.pth'),
-        ({'model_name': 'vit_that_is_not'}, r'a model that can be built, got .*wrong\.pth: .*vit_that_is_not'),
-        ({'model_kwargs': {'kernel_size': 3}}, r'a model that can be built, got .*wrong\.pth: .*kernel_size'),
+        ({'model_name': 'vit_that_is_not'}, r'wrong\.pth: .*a model that can be built, got vit_that_is_not'),
+        ({'model_kwargs': {'kernel_size': 3}}, r'wrong\.pth: .*a model that can be built, .*kernel_size=3'),
     ],
 )
 def test_a_checkpoint_with_wrong_content_is_named(tmp_path, changes, message):
     make_checkpoint(tmp_path / 'wrong.pth', **changes)
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path / 'wrong.pth')
+
+
+def test_an_argument_that_a_model_with_weights_does_not_have_is_named():
+    with pytest.raises(ValueError, match='got aft_conv_nano with pretrained=True, kernel_sise=3: '):
+        load_model('aft_conv_nano', kernel_sise=3)
 
 
 @pytest.mark.parametrize('kept', [None, 100])

@@ -115,8 +115,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
-import timm
-
 import aft_vision  # noqa: F401
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import load_model, read_record
@@ -132,7 +130,7 @@ from aft_vision.export import (
     quantize_onnx,
 )
 from aft_vision.files import replacing, write_json
-from aft_vision.models.transfer_source import load_pretrained
+from aft_vision.models.transfer_source import build_model
 from aft_vision.visualize import find_photographs, load_image
 from tools.machine import check_load, describe_machine
 
@@ -155,7 +153,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
         raise ValueError(f'expected a file for --format {args.format}, got --out {args.out}, a folder')
     if args.latency and not args.allow_load:
         check_load()
-    model: Any = load_model(args.checkpoint) if args.checkpoint else create(args)
+    model: Any
+    if args.checkpoint:
+        model = load_model(args.checkpoint)
+    else:
+        model = build_model(args.model, **{'pretrained': args.pretrained, **args.model_arg}).eval()
     if args.latency:
         find_peer(model)
     form = args.form or 'conv'
@@ -174,18 +176,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if args.latency:
         time_file(model, shape, form, args)
     return args.out
-
-
-def create(args: argparse.Namespace) -> Any:
-    """Create the model of --model.
-
-    Raises:
-        ValueError: timm has no model of that name, or the model does not take the arguments.
-    """
-    try:
-        return (load_pretrained if args.pretrained else timm.create_model)(args.model, **args.model_arg).eval()
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f'expected a model that can be built, got {args.model}: {error}') from error
 
 
 def write_program(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> None:

@@ -47,7 +47,7 @@ from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.devices import resolve_device
 from aft_vision.evaluate import load_model
-from aft_vision.models.transfer_source import did_you_mean, load_pretrained
+from aft_vision.models.transfer_source import build_model, did_you_mean
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import find_photographs, load_image, predictions
 
@@ -103,13 +103,7 @@ def load_published(name: str) -> Any:
         path = '; hf-hub:NAME is a model of the hub, --checkpoint takes a file, a run or an exported folder'
         hint = path if '/' in name else near
         raise ValueError(f'expected a model of timm with weights, got {name}{hint}')
-    try:
-        return load_pretrained(name)
-    except ConnectionError:
-        raise
-    # Missing and mismatched weights raise errors of different types.
-    except Exception as error:
-        raise ValueError(f'expected a model of timm with weights, got {name}: {error}') from error
+    return build_model(name, pretrained=True)
 
 
 if __name__ == '__main__':

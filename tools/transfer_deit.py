@@ -61,7 +61,7 @@ from aft_vision.export import export_model
 from aft_vision.files import write_json
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import Report, Row, summarize_transfer
-from aft_vision.models.transfer_source import Source, did_you_mean, load_source
+from aft_vision.models.transfer_source import Source, build_model, did_you_mean, load_source
 from aft_vision.sizes import check_image_size, default_size
 
 
@@ -115,10 +115,7 @@ def create_target(args: argparse.Namespace, source: Source) -> nn.Module:
     elif head is not None:
         kwargs.setdefault('num_classes', head.shape[0])
     random_seed(args.seed)
-    try:
-        model = timm.create_model(args.model, **kwargs)
-    except TypeError as error:
-        raise ValueError(f'expected keyword arguments of {args.model}, got {kwargs}: {error}') from error
+    model = build_model(args.model, **kwargs)
     check_image_size(model, default_size(model))
     return model
 

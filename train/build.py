@@ -10,11 +10,10 @@ from timm.models import PretrainedCfg
 from timm.utils import random_seed
 from torch import nn
 
-from aft_vision.commandline import is_user_error
 from aft_vision.data import Loaders, Preprocessing, create_eval_loader, create_loaders
 from aft_vision.data.datasets import MissingSplitError
 from aft_vision.evaluate import check_classes, initialize_model, load_model
-from aft_vision.models.transfer_source import load_pretrained
+from aft_vision.models.transfer_source import build_model
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST
 from train.distill import load_teacher
@@ -33,7 +32,7 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     if config.distill.teacher is not None:
         teacher = load_teacher(config.distill, class_names, training_sizes(config))
     random_seed(config.run.seed)
-    model = build_model(name, kwargs)
+    model = build_model(name, **kwargs)
     check_image_sizes(model, config)
     if config.run.init_from is not None:
         initialize_model(model, config.run.init_from, config.run.reset_head)
@@ -70,7 +69,7 @@ def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Mo
         )
     else:
         check_classes(load_model(checkpoint), class_names, config.data.name or config.data.dir)
-    model = build_model(name, kwargs if pretrained else {**kwargs, 'pretrained': False})
+    model = build_model(name, **(kwargs if pretrained else {**kwargs, 'pretrained': False}))
     check_image_sizes(model, config)
     if not pretrained:
         initialize_model(model, checkpoint, transfer=False)
@@ -116,23 +115,6 @@ def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, An
     if getattr(timm.get_pretrained_cfg(name), 'fixed_input_size', False):
         kwargs.setdefault('img_size', list(config.data.img_size))
     return name, kwargs
-
-
-def build_model(name: str, kwargs: dict[str, Any]) -> nn.Module:
-    """Create a registered model.
-
-    Raises:
-        ValueError: an argument is unknown, a value is not supported, or the model has no weights.
-    """
-    try:
-        return (load_pretrained if kwargs.get('pretrained') else timm.create_model)(name, **kwargs)
-    # Errors of timm's assertions, name look-ups and divisions; MemoryError is not about the arguments.
-    except (TypeError, ValueError, AssertionError, LookupError, ArithmeticError, RuntimeError) as error:
-        if is_user_error(error) and not isinstance(error, ValueError):
-            raise
-        raise ValueError(
-            f'expected keyword arguments of the model {name}, got {kwargs}: {str(error) or type(error).__name__}'
-        ) from error
 
 
 def build_loaders(config: Config, world: World) -> Loaders:

@@ -43,9 +43,9 @@ from aft_vision.files import LAST
 from aft_vision.models.block_alignment import pair_models, select_blocks
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import describe_transfer
+from aft_vision.models.transfer_source import build_model
 from train.build import (
     build_loaders,
-    build_model,
     build_state,
     described_preprocessing,
     model_arguments,
@@ -126,7 +126,7 @@ def keep_attention(config: ConvertConfig) -> dict[str, Any]:
     if not keep:
         return model
     name, kwargs = model_arguments(config, num_classes=0)
-    depth = len(getattr(build_model(name, {**kwargs, 'device': 'meta', 'pretrained': False}), 'blocks', ()))
+    depth = len(getattr(build_model(name, **{**kwargs, 'device': 'meta', 'pretrained': False}), 'blocks', ()))
     if keep > depth:
         raise ValueError(f'expected convert.keep to be at most the {depth} blocks of {name}, got {keep}')
     kept = {*(model.get('attention_blocks') or ()), *range(depth - keep, depth)}
@@ -242,7 +242,7 @@ def copy_teacher(config: Config, distill: DistillConfig, class_names: Sequence[s
     only = DistillConfig(teacher=distill.teacher, teacher_args=distill.teacher_args, kind='blocks')
     teacher: Any = load_teacher(only, class_names, training_sizes(config))
     random_seed(config.run.seed)
-    model: Any = build_model(name, kwargs)
+    model: Any = build_model(name, **kwargs)
     source = select_blocks(teacher.state_dict(), pair_models(model, teacher))
     if teacher.num_classes == len(class_names):
         try:

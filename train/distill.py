@@ -17,7 +17,7 @@ from timm.task import (
 from torch import nn
 
 from aft_vision.evaluate import check_classes, load_model
-from aft_vision.models.transfer_source import did_you_mean, load_pretrained
+from aft_vision.models.transfer_source import build_model, did_you_mean
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.align import BlockAlignmentTask
 from train.schema import DistillConfig
@@ -123,9 +123,6 @@ def _build(teacher: str, arguments: dict[str, Any]) -> nn.Module:
         )
     try:
         # Without num_classes, which would make timm replace the teacher's classifier.
-        return load_pretrained(teacher, **arguments)
-    # No weights, no connection to download them, or unknown arguments.
-    except Exception as error:
-        raise ValueError(
-            f'expected distill.teacher to be a model with weights, got {teacher} with {arguments}: {error}'
-        ) from error
+        return build_model(teacher, **{'pretrained': True, **arguments})
+    except (ValueError, ConnectionError) as error:
+        raise ValueError(f'distill.teacher: {error}') from error

@@ -18,6 +18,7 @@ from aft_vision.data import NativeShape
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
+from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
 from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
 from train.schema import Config
@@ -84,7 +85,10 @@ def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
         return {'name': name, **check_arguments(kwargs, schema, keys)}
     check_numbers(kwargs)
     if kwargs.keys() - WEIGHT_KEYS:
-        build_on_meta(model)
+        try:
+            build_on_meta(model)
+        except ValueError as error:
+            raise ValueError(f'model: {error}') from error
     return {'name': name, **kwargs}
 
 
@@ -138,14 +142,8 @@ def build_on_meta(model: Mapping[str, Any]) -> nn.Module:
     """
     kwargs = {key: value for key, value in model.items() if key not in WEIGHT_KEYS}
     name = kwargs.pop('name')
-    try:
-        with torch.device('meta'):
-            return timm.create_model(name, **kwargs)
-    # An unknown argument, or a value that a layer does not support.
-    except Exception as error:
-        given = ', '.join(f'model.{key} = {value!r}' for key, value in kwargs.items())
-        reason = str(error) or type(error).__name__
-        raise ValueError(f'expected keyword arguments of the model {name}, got {given}: {reason}') from error
+    with torch.device('meta'):
+        return build_model(name, **kwargs)
 
 
 def native_shape(config: Config) -> NativeShape | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
@@ -70,17 +71,41 @@ def load_source(source: str | Path) -> Source:
     if timm.is_model(name) and not timm.models.is_model_pretrained(name):
         raise ValueError(f'expected a model that timm has weights for, got {name}')
     try:
-        return _of_model(load_pretrained(name))
+        return _of_model(build_model(name, pretrained=True))
     except ConnectionError as error:
         raise ValueError(f'{error}; --source FILE takes weights that are on this machine') from error
-    except RuntimeError as error:
-        raise ValueError(f'expected a model that timm builds with its weights, got {name}: {error}') from error
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return the end of an error about an unknown name: the nearest name, or '' if none is near."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f'; did you mean {near[0]}?' if near else ''
+
+
+def build_model(name: str, **kwargs: Any) -> nn.Module:
+    """Build a timm model, with its weights if pretrained=True.
+
+    Args:
+        name: As in `load_pretrained`.
+        kwargs: Passed to `timm.create_model`.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be built with these arguments or these weights.
+        ConnectionError: the weights cannot be downloaded.
+    """
+    try:
+        return (load_pretrained if kwargs.get('pretrained') else timm.create_model)(name, **kwargs)
+    # These are not about the arguments.
+    except (ConnectionError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    # timm checks neither arguments nor weights: an assertion, a division by zero, an error of safetensors.
+    except Exception as error:
+        given = ', '.join(f'{key}={value!r}' for key, value in kwargs.items()) or 'no arguments'
+        reason = str(error) or type(error).__name__
+        # torch suggests to execute the file's code.
+        if 'weights_only' in reason or 'weights only' in reason.lower():
+            reason = 'its file of weights is damaged or holds more than tensors'
+        raise ValueError(f'expected a model that can be built, got {name} with {given}: {reason}') from error
 
 
 def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
@@ -131,14 +156,7 @@ def _check_reachable(repository: str, cache: str | Path | None) -> None:
 def _load_folder(path: Path) -> nn.Module:
     if (path / 'model.safetensors').is_file():
         check_checksum(path / 'model.safetensors')
-    try:
-        return timm.create_model(f'local-dir:{path}', pretrained=True)
-    # Also for an unknown architecture, unknown arguments and weights of other shapes.
-    except Exception as error:
-        # torch's message suggests to execute the file's code.
-        unsafe = 'weights_only' in str(error) or 'weights only' in str(error).lower()
-        reason = 'its file of weights holds more than tensors' if unsafe else first_line(error)
-        raise ValueError(f'expected an exported model that timm loads, got {path}: {reason}') from error
+    return build_model(f'local-dir:{path}', pretrained=True)
 
 
 def _of_model(model: nn.Module) -> Source:

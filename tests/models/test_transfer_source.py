@@ -1,4 +1,3 @@
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -7,9 +6,8 @@ import timm
 import torch
 
 from aft_vision.evaluate import load_model
-from aft_vision.models.transfer_source import load_pretrained
+from aft_vision.models.transfer_source import build_model, load_pretrained
 from tools import export, predict
-from train import build
 from train.distill import load_teacher
 from train.schema import DistillConfig
 
@@ -32,8 +30,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: load_pretrained(VIT),
         lambda: predict.load_published(VIT),
         lambda: load_model(VIT),
-        lambda: export.create(argparse.Namespace(model=VIT, pretrained=True, model_arg={})),
-        lambda: build.build_model(VIT, {'pretrained': True}),
+        lambda: export.main(['--model', VIT, '--pretrained', '--format', 'pt2', '--out', 'none.pt2']),
+        lambda: build_model(VIT, pretrained=True),
         lambda: load_teacher(DistillConfig(teacher=VIT), ['a', 'b'], [(224, 224)]),
     ],
     ids=['function', 'predict', 'checkpoint', 'export', 'training', 'teacher'],
@@ -59,3 +57,43 @@ def test_weights_of_this_machine_need_no_network(no_network, tmp_path):
         load_pretrained(VIT, pretrained_cfg_overlay=overlay, num_classes=3, **{**SMALL, 'embed_dim': 8})
     with pytest.raises(FileNotFoundError):
         load_pretrained(VIT, pretrained_cfg_overlay={'file': str(tmp_path / 'none.pth')}, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'message'),
+    [
+        ('aft_conv_huge', {}, r'aft_conv_huge with no arguments: Unknown model'),
+        ('aft_conv_tiny', {'patch_size': 0}, r'aft_conv_tiny with patch_size=0: integer division or modulo by zero'),
+        ('aft_conv_tiny', {'kernel_sise': 3}, r'aft_conv_tiny with kernel_sise=3: .* argument .kernel_sise'),
+        ('aft_conv_tiny', {'depth': 1, 'kernel_size': 4}, r'aft_conv_tiny with depth=1, kernel_size=4: kernel_size'),
+        ('resnet10t', {'block': 'basic'}, r"resnet10t with block='basic': 'str' object"),
+        ('resnet10t', {'act_layer': 'none'}, r"resnet10t with act_layer='none': "),
+        (VIT, {'num_heads': 5}, rf'{VIT} with num_heads=5: dim should be divisible'),
+        ('local-dir:none', {'pretrained': True}, r'local-dir:none with pretrained=True: Config file not found'),
+    ],
+)
+def test_a_model_that_timm_does_not_build_is_named_with_its_arguments(name, kwargs, message):
+    with pytest.raises(ValueError, match=f'expected a model that can be built, got {message}'):
+        build_model(name, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ('suffix', 'content', 'message'),
+    [(None, b'', 'FileNotFoundError'), ('.safetensors', b'cut', 'header'), ('.pth', b'cut', 'is damaged or')],
+)
+def test_a_file_of_weights_that_is_missing_or_damaged_is_named(tmp_path, suffix, content, message):
+    file = tmp_path / f'weights{suffix}'
+    if suffix:
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"got {VIT} with pretrained=True, .*weights{suffix}'}}: .*{message}"):
+        build_model(VIT, pretrained=True, pretrained_cfg_overlay={'file': str(file)})
+
+
+@pytest.mark.parametrize('error', [MemoryError, torch.OutOfMemoryError, ImportError])
+def test_an_error_that_is_not_about_the_arguments_is_passed_on(monkeypatch, error):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(timm, 'create_model', fail)
+    with pytest.raises(error):
+        build_model(VIT)

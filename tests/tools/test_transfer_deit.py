@@ -132,7 +132,7 @@ def test_a_folder_that_timm_refuses_is_named(tmp_path):
     source, vit = write('folder', tmp_path)
     (source / 'model.safetensors').unlink()
     torch.save({'state_dict': vit.state_dict(), 'args': Touch(tmp_path / 'executed')}, source / 'pytorch_model.bin')
-    with pytest.raises(ValueError, match=r'that timm loads, got .*holds more than tensors') as error:
+    with pytest.raises(ValueError, match=r'that can be built, got local-dir:.*holds more than tensors') as error:
         transfer_source.load_source(source)
     assert 'weights_only' not in str(error.value)
     assert not (tmp_path / 'executed').exists()
@@ -251,7 +251,7 @@ def test_a_damaged_file_is_named(tmp_path, file, content, message):
         ),
         ('aft_conv_tiny', 'aft_conv_tiny', 'that timm has weights for, got aft_conv_tiny'),
         ('source.pth', 'aft_conv_tinny', 'got aft_conv_tinny; did you mean aft_conv_tiny'),
-        ('source.pth', 'aft_full_tiny', r'keyword arguments of aft_full_tiny, .*kernel_size'),
+        ('source.pth', 'aft_full_tiny', r'got aft_full_tiny with kernel_size=3, .*kernel_size'),
     ],
 )
 def test_a_wrong_name_is_named(tmp_path, monkeypatch, source, model, message):
@@ -261,6 +261,12 @@ def test_a_wrong_name_is_named(tmp_path, monkeypatch, source, model, message):
     with pytest.raises(ValueError, match=message):
         main(arguments)
     assert not Path('out').exists()
+
+
+def test_a_patch_of_no_pixels_is_named(tmp_path):
+    source, _ = write('pth', tmp_path)
+    with pytest.raises(ValueError, match=r'got aft_conv_tiny with .*patch_size=0.*: .* by zero'):
+        run(source, tmp_path / 'out', '--model-arg', 'patch_size=0')
 
 
 def test_a_folder_is_not_replaced_by_what_is_made_of_it(tmp_path):

@@ -15,7 +15,8 @@ import train.pixel
 import train.recall
 import train.throughput
 from aft_vision.commandline import run_command
-from train.build import build_model, check_image_sizes, model_arguments
+from aft_vision.models.transfer_source import build_model
+from train.build import check_image_sizes, model_arguments
 from train.config import load_config
 from train.fastformer.schema import TextConfig
 from train.fastformer.tasks import load_text_config
@@ -52,9 +53,9 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ('one_epoch', 'data.dir=UNDIVIDED', 'got only shoes; data.val_share=0.1 holds out a tenth'),
         ('one_epoch', 'optim.args=[1]', 'command line: optim.args = [1]: '),
         ('one_epoch', 'optim.lr=1e300', 'command line: expected optim.lr to be in (0, 1e4]'),
-        ('one_epoch', 'model.act_layer=foo', "the model aft_conv_tiny, got {'num_classes': 10"),
-        ('one_epoch', 'model.global_pool=foo', 'the model aft_conv_tiny'),
-        ('one_epoch', 'model.weight_init=foo', 'the model aft_conv_tiny'),
+        ('one_epoch', 'model.act_layer=foo', 'got aft_conv_tiny with num_classes=10, '),
+        ('one_epoch', 'model.global_pool=foo', 'got aft_conv_tiny with num_classes=10, '),
+        ('one_epoch', 'model.weight_init=foo', 'got aft_conv_tiny with num_classes=10, '),
         ('one_epoch', 'model.num_heads=7', 'num_heads must divide dim'),
         ('one_epoch', 'model.pretrained=true', 'No pretrained weights exist for aft_conv_tiny'),
         (
@@ -206,7 +207,7 @@ def test_a_first_tweak_works_or_the_error_says_what_to_set(path, tweak, advice):
         config = load_config(ROOT / 'configs' / f'{path}.yaml', [*tweak.split(), *shallow])
         name, kwargs = model_arguments(config, num_classes=10)
         with torch.device('meta'):
-            model = build_model(name, {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS})
+            model = build_model(name, **{key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS})
         check_image_sizes(model, config)
 
     if not advice:
