@@ -16,14 +16,14 @@ from tqdm import tqdm
 
 from aft_vision.data.native import Inputs, move
 from aft_vision.devices import synchronize
-from aft_vision.files import check_folder, find_checkpoint
+from aft_vision.files import find_checkpoint
 from aft_vision.layers import aft_mixers
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.models.transfer_report import describe_transfer
-from aft_vision.models.transfer_source import build_model, find_stated_grid
-from aft_vision.models.weight_files import check_checksum, load_torch_file
+from aft_vision.models.transfer_source import build_model, find_stated_grid, load_folder
+from aft_vision.models.weight_files import load_torch_file
 from aft_vision.modes import in_evaluation
 from aft_vision.sizes import record_size
 
@@ -142,10 +142,7 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwa
         return build_model(str(checkpoint), pretrained=True, **kwargs).to(device).eval()
     checkpoint = find_checkpoint(checkpoint)
     if checkpoint.is_dir():
-        check_folder(checkpoint)
-        if (checkpoint / 'model.safetensors').is_file():
-            check_checksum(checkpoint / 'model.safetensors')
-        return build_model(f'local-dir:{checkpoint}', pretrained=True, **kwargs).to(device).eval()
+        return load_folder(checkpoint, **kwargs).to(device).eval()
     content = read_checkpoint(checkpoint)
     try:
         model = build_model(content['model_name'], **{**content['model_kwargs'], **kwargs})

@@ -58,8 +58,7 @@ def load_source(source: str | Path) -> Source:
     """
     path = find_checkpoint(source)
     if path.is_dir():
-        check_folder(path)
-        return _of_model(_load_folder(path))
+        return _of_model(load_folder(path))
     if path.is_file():
         return _of_file(path)
     name = str(source)
@@ -153,10 +152,16 @@ def _check_reachable(repository: str, cache: str | Path | None) -> None:
         raise ConnectionError(f'the hub does not answer ({first_line(error)})') from error
 
 
-def _load_folder(path: Path) -> nn.Module:
+def load_folder(path: Path, **kwargs: Any) -> nn.Module:
+    """Load the model of an exported folder; keyword arguments replace those that it was built with.
+
+    Raises:
+        ValueError: the folder has no exported model, a damaged one, or one that takes no such arguments.
+    """
+    check_folder(path)
     if (path / 'model.safetensors').is_file():
         check_checksum(path / 'model.safetensors')
-    return build_model(f'local-dir:{path}', pretrained=True)
+    return build_model(f'local-dir:{path}', pretrained=True, **kwargs)
 
 
 def _of_model(model: nn.Module) -> Source:
