@@ -46,6 +46,18 @@ IMAGENETTE = (
     *('n01440764', 'n02102040', 'n02979186', 'n03000684', 'n03028079'),
     *('n03394916', 'n03417042', 'n03425413', 'n03445777', 'n03888257'),
 )
+# Arguments of the model that only some mixers have.
+MIXER_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    'conv': (
+        *('num_heads', 'local_conv', 'kernel_size', 'standardize_kernel', 'global_context'),
+        *('gumbel', 'tau', 'straight_through'),
+    ),
+    'onehot': ('num_heads', 'local_conv', 'kernel_size'),
+    'axial': ('num_heads', 'local_conv', 'window_size', 'standardize_kernel', 'resample_bias'),
+    'full': ('factorize_bias', 'bias_dim'),
+    'local': ('window_size', 'factorize_bias', 'bias_dim'),
+    'simple': (),
+}
 # Mixers on a grid of any size, without class token and position embedding.
 GRID_MIXERS = ('conv', 'onehot', 'axial')
 
@@ -126,18 +138,14 @@ class AFTVisionTransformer(VisionTransformer):
         class_token = (not on_grid) if class_token is None else class_token
         _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
         attention_blocks = attention_blocks or ()
-        depth = kwargs.get('depth', 12)
-        check_attention_blocks(attention_blocks, range(depth))
+        check_attention_blocks(attention_blocks, range(kwargs.get('depth', 12)))
         conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
         gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
         bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
         grid_args = dict(resample_bias=resample_bias, local_conv=local_conv, num_heads=num_heads if on_grid else None)
-        given: dict[str, Any] = {**grid_args, **conv_args, **gumbel_args, **bias_args}
-        mixer_args = {name: value for name, value in given.items() if value is not None}
+        mixer_args = _mixer_arguments(mixer, **conv_args, **gumbel_args, **bias_args, **grid_args)
         if mixer in ('full', 'local'):
-            grid = tuple(size // patch for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True))
-            prefix = int(class_token) + kwargs.get('reg_tokens', 0)
-            mixer_args.update(num_tokens=grid[0] * grid[1] + prefix, grid=grid)
+            mixer_args |= _token_arguments(img_size, patch_size, int(class_token) + kwargs.get('reg_tokens', 0))
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -445,6 +453,8 @@ def _check_arguments(
     for name in ('block_fn', 'attn_layer'):
         if name in kwargs:
             raise TypeError(f'{name} is an argument of attention; choose the mixer by `mixer`')
+    if mixer not in MIXER_ARGUMENTS:
+        raise ValueError(f'mixer must be one of {", ".join(MIXER_ARGUMENTS)}, got {mixer!r}')
     if mixer in GRID_MIXERS and (class_token or kwargs.get('reg_tokens', 0)):
         raise ValueError(f'mixer={mixer!r} works on a grid and does not support class_token and reg_tokens')
     if mixer not in GRID_MIXERS and num_heads not in (None, 1):
@@ -457,6 +467,24 @@ def _check_arguments(
         )
     if mixer != 'simple' and kwargs.get('patch_drop_rate', 0.0):
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
+
+
+def _mixer_arguments(mixer: str, **chosen: Any) -> dict[str, Any]:
+    given = {name: value for name, value in chosen.items() if value is not None}
+    taken = MIXER_ARGUMENTS[mixer]
+    strange = sorted(given.keys() - set(taken))
+    if strange:
+        raise TypeError(f'mixer={mixer!r} has no {", ".join(strange)}; it takes {", ".join(taken) or "none"}')
+    return given
+
+
+def _token_arguments(
+    img_size: int | tuple[int, int], patch_size: int | tuple[int, int], num_prefix_tokens: int
+) -> dict[str, Any]:
+    # The tokens of a mixer with a bias for each pair of them.
+    sizes = zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True)
+    height, width = (size // patch for size, patch in sizes)
+    return {'num_tokens': height * width + num_prefix_tokens, 'grid': (height, width)}
 
 
 def checkpoint_filter_fn(

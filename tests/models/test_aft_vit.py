@@ -1,5 +1,6 @@
 """The vision models: sizes, masks, resampling, compiled and exported forms."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch._dynamo.testing import CompileCounter
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import aft_vision
-from aft_vision.models.aft_vit import checkpoint_filter_fn, pool_tokens
+from aft_vision.layers.mixers import MIXERS, AFTMixer
+from aft_vision.models.aft_vit import MIXER_ARGUMENTS, checkpoint_filter_fn, pool_tokens
 from aft_vision.models.attention_block import AttentionBlock
 
 MODELS = timm.list_models(module='aft_vit')
@@ -476,6 +478,16 @@ def test_a_mask_of_patches_that_training_drops_is_an_error():
         model(patches)
 
 
+@pytest.mark.parametrize('mixer', MIXERS)
+def test_the_arguments_of_each_mixer_are_those_of_its_class(mixer: str):
+    classes = MIXERS[mixer].__mro__[: MIXERS[mixer].__mro__.index(AFTMixer)]
+    taken = {name for each in classes for name in inspect.signature(each).parameters}
+    of_every_mixer = {'dim', 'device', 'dtype', 'kwargs'}
+    # The model knows the tokens and their grid, and is not causal.
+    of_tokens = {'num_tokens', 'grid', 'window', 'causal'}
+    assert set(MIXER_ARGUMENTS[mixer]) == taken - of_every_mixer - of_tokens
+
+
 def state_of(name: str, **kwargs: Any) -> dict[str, Tensor]:
     return timm.create_model(name, depth=1, **kwargs).state_dict()
 
@@ -489,7 +501,18 @@ REJECTED = [
     (ValueError, lambda: timm.create_model('aft_conv_tiny', patch_drop_rate=0.5), 'patch_drop_rate must be 0'),
     (TypeError, lambda: timm.create_model('aft_full_tiny', straight_through=True), 'straight_through'),
     (ValueError, lambda: timm.create_model('aft_conv_tiny', tau=0.3), 'tau=0.3 needs gumbel=True, got gumbel=False'),
-    (TypeError, lambda: timm.create_model('aft_full_tiny', kernel_size=3), 'kernel_size'),
+    (
+        TypeError,
+        lambda: timm.create_model('aft_full_tiny', kernel_size=3),
+        "mixer='full' has no kernel_size; it takes factorize_bias, bias_dim",
+    ),
+    (
+        TypeError,
+        lambda: timm.create_model('aft_conv_tiny', resample_bias=True, bias_dim=8),
+        "mixer='conv' has no bias_dim, resample_bias; it takes num_heads, local_conv, kernel_size, ",
+    ),
+    (TypeError, lambda: timm.create_model('aft_simple_tiny', window_size=3), 'no window_size; it takes none'),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', mixer='attention'), "mixer must be one of conv, .*'atten"),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', factorize_bias=False), 'factorize_bias'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', qk_norm=True), 'qk_norm is an argument of attention'),
     (TypeError, lambda: timm.create_model('aft_axial_tiny', kernel_size=3), 'kernel_size'),
