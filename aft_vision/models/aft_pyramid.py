@@ -14,7 +14,7 @@ Importing this module registers the `aft_pyramid_*` models.
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -168,31 +168,15 @@ class AFTPyramid(nn.Module):
         self.mask_factor = 1
         # The first layer is the 3 x 3 convolution, so that zeros at padding before it are all that a mask needs.
         self.stem = ConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
-        conv: Callable[..., nn.Module] = partial(EdgeResidual, exp_ratio=expand_ratio, act_layer=act_layer, **dd)
+        conv = partial(EdgeResidual, exp_ratio=expand_ratio, act_layer=act_layer, **dd)
         block_args: dict[str, Any] = dict(mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, init_values=init_values, **dd)
         block_args |= dict(proj_drop=proj_drop_rate, act_layer=get_act_layer(act_layer))
-        axial_args: dict[str, Any] = dict(query_gate=query_gate, standardize_kernel=standardize_kernel, **block_args)
-        axial_args |= dict(mixer='axial', resample_bias=resample_bias, local_conv=local_conv)
+        axial_args: dict[str, Any] = dict(query_gate=query_gate, standardize_kernel=standardize_kernel)
+        axial_args |= dict(resample_bias=resample_bias, local_conv=local_conv)
         axes = list(zip(to_2tuple(num_heads), to_2tuple(window_size), strict=True))
+        make_block = _BlockFactory(attention_blocks, axes, axial_args, block_args)
         rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        stages: list[nn.Module] = []
-        for index, (width, dim) in enumerate(itertools.pairwise((stem_dim, *dims))):
-            factor = STRIDE // STRIDES[index]
-            if index < CONV_STAGES:
-                first, *others = rates[index]
-                blocks = [conv(width, dim, stride=2, drop_path_rate=first)]
-                blocks += [conv(dim, dim, drop_path_rate=rate) for rate in others]
-                stages.append(ConvStage(blocks, factor))
-            else:
-                heads, window = axes[index - CONV_STAGES]
-                blocks = [
-                    AttentionBlock(dim, attention_heads(dim), drop_path=rate, **block_args)
-                    if place in attention_blocks
-                    else AFTBlock(dim, num_heads=heads, window_size=window, drop_path=rate, **axial_args)
-                    for place, rate in enumerate(rates[index], start=sum(depths[:index]))
-                ]
-                stages.append(AFTStage(conv(width, dim, stride=2), blocks, factor))
-        self.stages = nn.Sequential(*stages)
+        self.stages = _make_stages((stem_dim, *dims), rates, conv, make_block)
         self.feature_info: list[dict[str, Any]] = [
             dict(num_chs=dim, reduction=2 * stride, module=f'stages.{index}')
             for index, (dim, stride) in enumerate(zip(dims, STRIDES, strict=True))
@@ -340,6 +324,58 @@ class AFTPyramid(nn.Module):
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, classes) of images (B, 3, H, W); attn_mask as in `forward_features`."""
         return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
+
+
+class _BlockFactory(NamedTuple):
+    """Builds the blocks of the last two stages: AFT-axial, or softmax attention.
+
+    Attributes:
+        attention_blocks: blocks with softmax attention, counted from 0 through all stages.
+        axes: num_heads and window_size of AFT-axial in each of the two stages.
+        axial_args: further arguments of AFT-axial.
+        block_args: arguments of either block.
+    """
+
+    attention_blocks: Sequence[int]
+    axes: Sequence[tuple[int, int]]
+    axial_args: dict[str, Any]
+    block_args: dict[str, Any]
+
+    def __call__(self, dim: int, stage: int, place: int, drop_path: float) -> AFTBlock | AttentionBlock:
+        block_args = dict(self.block_args, drop_path=drop_path)
+        if place in self.attention_blocks:
+            return AttentionBlock(dim, attention_heads(dim), **block_args)
+        heads, window = self.axes[stage - CONV_STAGES]
+        return AFTBlock(dim, 'axial', num_heads=heads, window_size=window, **self.axial_args, **block_args)
+
+
+def _make_stages(
+    widths: Sequence[int],
+    rates: Sequence[Sequence[float]],
+    conv: Callable[..., nn.Module],
+    make_block: _BlockFactory,
+) -> nn.Sequential:
+    """Build the stages.
+
+    Args:
+        widths: channels of the stem and of each stage.
+        rates: stochastic-depth rates of the blocks of each stage.
+        conv: builds a fused MBConv.
+        make_block: builds a block that mixes tokens.
+    """
+    stages: list[nn.Module] = []
+    for stage, (width, dim) in enumerate(itertools.pairwise(widths)):
+        factor = STRIDE // STRIDES[stage]
+        if stage < CONV_STAGES:
+            first, *others = rates[stage]
+            blocks = [conv(width, dim, stride=2, drop_path_rate=first)]
+            blocks += [conv(dim, dim, drop_path_rate=rate) for rate in others]
+            stages.append(ConvStage(blocks, factor))
+        else:
+            start = sum(map(len, rates[:stage]))
+            blocks = [make_block(dim, stage, place, rate) for place, rate in enumerate(rates[stage], start)]
+            stages.append(AFTStage(conv(width, dim, stride=2), blocks, factor))
+    return nn.Sequential(*stages)
 
 
 def _check_arguments(
