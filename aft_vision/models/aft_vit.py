@@ -300,10 +300,9 @@ class AFTVisionTransformer(VisionTransformer):
         taken, last = feature_take_indices(len(self.blocks), indices)
         count = last + 1 if stop_early else len(self.blocks)
         compute = partial(self._block_outputs, taken=taken, count=count, norm=norm, final=not intermediates_only)
-        result: dict[str, Any] = {}
+        valid: Tensor | None = None
         if isinstance(x, dict):
             tokens, valid = self._on_patches(compute, x, attn_mask)
-            result['patch_valid'] = valid
         else:
             tokens = compute(x, attn_mask)
         features = None if intermediates_only else tokens.pop()
@@ -313,15 +312,7 @@ class AFTVisionTransformer(VisionTransformer):
             size = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
             maps = [y.transpose(1, 2).unflatten(2, size).contiguous() for y in maps]
         has_prefix = return_prefix_tokens and self.num_prefix_tokens > 0
-        if output_dict:
-            result['image_intermediates'] = maps
-            if has_prefix:
-                result['image_intermediates_prefix'] = prefixes
-            if not intermediates_only:
-                result['image_features'] = features
-            return result
-        intermediates = list(zip(maps, prefixes, strict=True)) if has_prefix else maps
-        return intermediates if intermediates_only else (features, intermediates)
+        return _pack_intermediates(features, maps, prefixes if has_prefix else None, valid, output_dict)
 
     def _block_outputs(
         self, x: Tensor, attn_mask: Tensor | None, taken: Sequence[int], count: int, norm: bool, final: bool
@@ -380,6 +371,26 @@ class AFTVisionTransformer(VisionTransformer):
                 found = self.forward_features(x, attn_mask)
                 return self.forward_head(found['patches'], attn_mask=found['patch_valid'])
         return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
+
+
+def _pack_intermediates(
+    features: Tensor | None,
+    maps: list[Tensor],
+    prefixes: list[Tensor] | None,
+    valid: Tensor | None,
+    output_dict: bool,
+) -> Any:
+    # What timm returns; None is left out.
+    if output_dict:
+        found = {
+            'patch_valid': valid,
+            'image_intermediates': maps,
+            'image_intermediates_prefix': prefixes,
+            'image_features': features,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+    intermediates = maps if prefixes is None else list(zip(maps, prefixes, strict=True))
+    return intermediates if features is None else (features, intermediates)
 
 
 # A mask is a leaf for FX, which cannot branch on whether a traced argument is None.

@@ -388,6 +388,20 @@ def test_a_model_trains_under_autocast_close_to_float32(name: str):
     assert_close(torch.autograd.grad(y.float().square().sum(), model.head.weight)[0], want, 5e-2)
 
 
+@pytest.mark.parametrize('prefix', [True, False])
+@pytest.mark.parametrize('only', [True, False])
+def test_a_dict_of_intermediates_has_what_the_other_form_returns(prefix: bool, only: bool):
+    model, options = make('aft_full_tiny', img_size=64), dict(return_prefix_tokens=prefix, intermediates_only=only)
+    found = model.forward_intermediates(images(64, 64), **options)
+    packed = model.forward_intermediates(images(64, 64), output_dict=True, **options)
+    features, intermediates = (None, found) if only else found
+    maps, prefixes = zip(*intermediates, strict=True) if prefix else (intermediates, ())
+    expected = {'image_intermediates': maps, 'image_intermediates_prefix': prefixes, 'image_features': features}
+    assert packed.keys() == {key for key, value in expected.items() if value is not None and len(value)}
+    for key, value in packed.items():
+        assert_close(torch.cat([*value]), torch.cat([*expected[key]]), 1e-6)
+
+
 def test_aft_local_is_built_by_the_class():
     kwargs = dict(**SMALL, mixer='local', window_size=9, bias_dim=16)
     model = aft_vision.models.AFTVisionTransformer(img_size=64, **kwargs).eval()
