@@ -21,6 +21,7 @@ from aft_vision.layers.fused import fuse_mlp
 from aft_vision.layers.mixers import AFTMixer, create_mixer
 
 
+@torch.fx.wrap
 @register_notrace_function
 def check_image_size(
     x: Tensor, patch_size: tuple[int, int], img_size: tuple[int, int], strict: bool, pad: bool

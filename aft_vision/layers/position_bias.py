@@ -27,6 +27,10 @@ from aft_vision.ops import (
     standardized_kernel,
 )
 
+# Plain torch.fx cannot branch on the shapes that they check.
+torch.fx.wrap('factorized_bias')
+torch.fx.wrap('standardized_kernel')
+
 
 class FusedModule(nn.Module):
     """A module whose result depends only on its parameters and can be cached for inference.

@@ -210,19 +210,25 @@ class AFTVisionTransformer(VisionTransformer):
         """
         taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         # timm keeps them for a model that it has built.
-        arguments = getattr(self, '_model_args', {})
-        if arguments:
+        arguments = getattr(self, '_model_args', None)
+        if arguments is not None:
             depth = len(self.blocks)
             kept = [index for index in arguments.get('attention_blocks') or () if index < depth]
             self._model_args = {**arguments, 'depth': depth, 'attention_blocks': kept}
+            if prune_norm and isinstance(self.fc_norm, nn.Identity):
+                self._model_args['final_norm'] = False
         return taken
 
     @torch.jit.ignore
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict; raise a ValueError with the first differing keys for another architecture."""
-        if strict and not self._load_state_dict_pre_hooks:  # a hook may rename keys
-            check_state_dict(self, state_dict)
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        try:
+            # Not by `super()`, which a scripted model does not have.
+            return nn.Module.load_state_dict(self, state_dict, strict=strict, assign=assign)
+        except RuntimeError:
+            if strict:
+                check_state_dict(self, state_dict)
+            raise
 
     def _embed(self, x: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, tuple[int, int] | None, Tensor | None]:
         # Tokens (B, T, C), their grid where the blocks need it, and their mask (B, T).
@@ -617,7 +623,7 @@ default_cfgs = generate_default_cfgs(
 )
 
 # Models of ten classes that a CPU trains in an hour: configs/small/imagenette.yaml.
-_NANO: dict[str, Any] = dict(img_size=96, patch_size=8, embed_dim=128, depth=6)
+_NANO: dict[str, Any] = dict(patch_size=8, embed_dim=128, depth=6)
 
 
 @register_model
@@ -672,7 +678,7 @@ def aft_simple_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransf
 @register_model
 def aft_axial_nano(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
     """AFT-axial nano for 96 pixels, patch 8, 6 blocks of width 128, 16 heads: 1.1M parameters; ours."""
-    model_args = dict(_NANO, mixer='axial', num_heads=16, window_size=12)
+    model_args = dict(_NANO, img_size=96, mixer='axial', num_heads=16, window_size=12)
     return _create_aft('aft_axial_nano', pretrained, **dict(model_args, **kwargs))
 
 
@@ -693,7 +699,7 @@ def aft_axial_small(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransfo
 @register_model
 def aft_conv_nano(pretrained: bool = False, **kwargs: Any) -> AFTVisionTransformer:
     """AFT-conv nano for 96 pixels, patch 8, 6 blocks of width 128, kernel 11: 1.3M parameters; not in the paper."""
-    model_args = dict(_NANO, mixer='conv', num_heads=128, kernel_size=11)
+    model_args = dict(_NANO, img_size=96, mixer='conv', num_heads=128, kernel_size=11)
     return _create_aft('aft_conv_nano', pretrained, **dict(model_args, **kwargs))
 
 

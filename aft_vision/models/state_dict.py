@@ -26,7 +26,7 @@ def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     shapes = [
         f'{name} {tuple(x.shape)} got {tuple(state_dict[name].shape)}'
         for name, x in own.items()
-        if name in state_dict and state_dict[name].shape != x.shape
+        if isinstance(x, Tensor) and isinstance(state_dict.get(name), Tensor) and state_dict[name].shape != x.shape
     ]
     differences = [
         f'{len(names)} {kind}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}'

@@ -502,6 +502,55 @@ def test_the_arguments_of_each_mixer_are_those_of_its_class(mixer: str):
     assert set(MIXER_ARGUMENTS[mixer]) == taken - of_every_mixer - of_tokens
 
 
+@pytest.mark.parametrize('form', ['scripted', 'int8', 'extra state', 'hook'])
+def test_a_changed_model_loads_what_it_saved(form: str):
+    def change(model: nn.Module) -> Any:
+        if form == 'scripted':
+            return torch.jit.script(model)
+        if form == 'int8':
+            return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+        if form == 'extra state':
+            model.head = WithExtraState(16, 10)
+        else:
+            # As torch's own of a parametrisation, it names what an older file lacks.
+            model.head.register_load_state_dict_pre_hook(
+                lambda _, state, prefix, *rest: state.setdefault(prefix + 'bias', torch.ones(10))
+            )
+        return model
+
+    arguments = dict(depth=1, embed_dim=16, num_heads=4, num_classes=10)
+    first, second = (change(timm.create_model('aft_conv_nano', **arguments).eval()) for _ in range(2))
+    state, x = first.state_dict(), images(32, 32)
+    if form == 'hook':
+        del state['head.bias']
+        nn.init.ones_(first.head.bias)
+    second.load_state_dict(state)
+    assert torch.equal(second(x), first(x))
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {'version': 2}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {'version': 2}
+
+
+@pytest.mark.parametrize(
+    'name', ['aft_conv_nano', 'aft_full_nano', 'aft_simple_nano', 'aft_axial_nano', 'aft_pyramid_nano']
+)
+def test_plain_torch_fx_traces_a_model(name: str):
+    model, x = timm.create_model(name, img_size=32 if 'pyramid' not in name else None).eval(), images(32, 32)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.parametrize('name', ['aft_full_nano', 'aft_simple_nano', 'aft_full_tiny'])
+def test_the_size_of_an_overlay_is_that_of_a_fixed_model(name: str):
+    model = timm.create_model(name, depth=1, pretrained_cfg_overlay=dict(input_size=(3, 64, 32)))
+    assert timm.data.resolve_model_data_config(model)['input_size'] == (3, 64, 32)
+    assert model(images(64, 32)).shape == (2, model.num_classes)
+
+
 def state_of(name: str, **kwargs: Any) -> dict[str, Tensor]:
     return timm.create_model(name, depth=1, **kwargs).state_dict()
 
