@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -21,6 +22,8 @@ from aft_vision.fastformer.data.files import (
 TABLES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet')
 # Names of the classes in order, or a name for each value of the label column.
 LabelNames = Sequence[str] | Mapping[Any, str]
+# A whole number with a fraction of zeros, which other formats have as a float; the group has no sign of zero.
+WHOLE_NUMBER = re.compile(r'(?:-(?=0))?(0|-?[1-9][0-9]*)\.0+')
 Row = TypeVar('Row')
 
 
@@ -256,10 +259,13 @@ def _name_by_value(label_names: LabelNames | None) -> dict[str, str] | None:
 
 
 def as_label(value: Any) -> str | None:
-    """Format a label as text, 5.0 as 5; None if it is not a label."""
+    """Format a label as text, 5.0 and '5.0' as 5; None if it is not a label."""
+    if isinstance(value, str):
+        whole = WHOLE_NUMBER.fullmatch(value.strip())
+        return whole[1] if whole else value.strip()
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(value).strip() if isinstance(value, (str, int, float)) and value == value else None
+    return str(value) if isinstance(value, (int, float)) and value == value else None
 
 
 def _labelled_rows(
