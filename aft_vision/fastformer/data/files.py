@@ -126,16 +126,18 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
     """Stream some columns of a parquet file; a place counts rows from 1.
 
     Raises:
-        ValueError: the file is missing or damaged, or lacks a column.
+        ValueError: the file is missing or damaged, lacks a column, or has two of one name.
     """
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         file = ParquetFile(path)
-        missing = set(columns) - set(file.schema_arrow.names)
-        if missing:
-            raise missing_columns(f'{path}, row 1', columns, file.schema_arrow.names)
+        names = file.schema_arrow.names
+        if len(set(names)) < len(names):
+            raise ValueError(f'{path}: expected column names that differ, got {", ".join(names)}')
+        if not set(columns) <= set(names):
+            raise missing_columns(f'{path}, row 1', columns, names)
         rows = (row for batch in file.iter_batches(columns=list(columns)) for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
             yield Record(f'{path}, row {number}', row)
