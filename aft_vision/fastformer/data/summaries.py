@@ -119,7 +119,7 @@ def collect_summaries(
         summary: The column of the summary.
         sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
         seed: Seed of that draw.
-        drop_incomplete: Leave out rows where text or summary is absent, null or blank; else they are errors.
+        drop_incomplete: Leave out rows whose text or summary is absent, null, NaN or blank; else they are errors.
         skip_lines: Leading lines to remove from each text, such as a headline; blank lines do not count.
 
     Raises:

@@ -156,8 +156,8 @@ def collect(
             numbers if all are, else by the alphabet.
         sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
         seed: Seed of that draw.
-        drop_incomplete: Leave out rows with a missing, null or blank text, or a missing, null or empty label;
-            otherwise they are errors, except a blank text.
+        drop_incomplete: Leave out rows whose text or label is missing, null, NaN or blank; otherwise they are errors,
+            except a blank text.
 
     Raises:
         ValueError: a column is missing (with drop_incomplete in every row), a text is not a string, a label is unknown,
@@ -200,7 +200,7 @@ def complete_records(records: Iterable[Record], columns: Sequence[str], drop_inc
     """Yield the records, all of which have the columns.
 
     Args:
-        drop_incomplete: Leave out records in which a column is absent or null.
+        drop_incomplete: Leave out records in which a column is absent, null or NaN.
 
     Raises:
         ValueError: a record lacks a column; with drop_incomplete, a column is in no record, for example because it is
@@ -213,10 +213,15 @@ def complete_records(records: Iterable[Record], columns: Sequence[str], drop_inc
         unseen -= record.values.keys()
         if not drop_incomplete and not record.values.keys() >= needed:
             raise missing_columns(record.place, columns, list(record.values))
-        if not drop_incomplete or all(record.values.get(name) is not None for name in needed):
+        if not drop_incomplete or not any(_is_null(record.values.get(name)) for name in needed):
             yield record
     if first is not None and unseen:
         raise missing_columns(first.place, columns, list(first.values))
+
+
+def _is_null(value: Any) -> bool:
+    # pandas writes a missing number as NaN.
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def draw_rows(rows: Iterable[Row], count: int | None, seed: int) -> list[Row]:
@@ -272,12 +277,12 @@ def _labelled_rows(
     records: Iterable[Record], text: Sequence[str], label: str, names: Mapping[str, str] | None, drop_incomplete: bool
 ) -> Iterator[tuple[str, str]]:
     for place, values in complete_records(records, [*text, label], drop_incomplete):
-        if drop_incomplete and values[label] == '':
+        name = as_label(values[label])
+        if drop_incomplete and name == '':
             continue
         content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))
         if drop_incomplete and not content.strip():
             continue
-        name = as_label(values[label])
         if not name:
             raise ValueError(f'{place}, column {label!r}: expected a label, got {values[label]!r}')
         if names is not None:

@@ -165,6 +165,21 @@ def test_incomplete_rows_are_left_out_if_asked():
         collect(records((None, 'x'), ('a', None)), ['text'], 'label', drop_incomplete=True)
 
 
+def test_rows_of_a_missing_number_or_a_blank_label_are_incomplete(tmp_path):
+    nan = float('nan')
+    rows = [('a', 1.0), ('b', nan), (nan, 2.0), (None, 2.0), ('c', 3)]
+    frame = pd.DataFrame(rows, columns=['text', 'label'])
+    frame.to_parquet(tmp_path / 'x.parquet')
+    (tmp_path / 'x.jsonl').write_text(''.join(json.dumps(dict(text=t, label=n)) + '\n' for t, n in rows))
+    (tmp_path / 'x.csv').write_text('text,label\na,1\nb, \n,2\nc,\n" ",2\nc,3\n')
+    for name in ('x.parquet', 'x.jsonl', 'x.csv'):
+        assert contents(read_table(tmp_path / name, drop_incomplete=True)) == [('a', '1'), ('c', '3')]
+    with pytest.raises(ValueError, match="line 3, column 'label': expected a label, got ' '"):
+        read_table(tmp_path / 'x.csv')
+    with pytest.raises(ValueError, match="line 1, column 'label': expected a label, got \\['x'\\]"):
+        gather(('a', ['x']), drop_incomplete=True)
+
+
 def test_a_sample_keeps_the_order_follows_the_seed_and_keeps_the_classes():
     rows = [(str(number), number % 7) for number in range(1000)]
     first, same, other = (gather(*rows, sample=5, seed=seed) for seed in (1, 1, 2))
