@@ -509,8 +509,25 @@ def test_test_texts_of_their_own_are_all_tested(pairs, tmp_path):
 def test_test_texts_of_other_classes_are_an_error(pairs, tmp_path):
     other = tmp_path / 'other.jsonl'
     other.write_text('{"text": "a", "label": "one"}\n{"text": "b", "label": "two"}\n')
-    with pytest.raises(ValueError, match='expected test texts of the classes both, one, got one, two'):
+    with pytest.raises(ValueError, match='expected test texts of the classes both, one, as in training, got also two'):
         text_run(pairs, tmp_path, f'data.test_path={other}')
+
+
+@pytest.mark.parametrize('kind', ['table', 'mind_topic'])
+def test_test_texts_may_lack_classes(tmp_path, kind):
+    for name, classes in (('train', 'abc'), ('test', 'cac')):
+        lines = [
+            '\t'.join([f'N{number}', classes[number % 3], 'x', f'title {classes[number % 3]}', *'abcd'])
+            for number in range(30)
+        ]
+        header = 'id\tlabel\tother\ttext\ta\tb\tc\td\n' if kind == 'table' else ''
+        (tmp_path / f'{name}.tsv').write_text(header + '\n'.join(lines) + '\n')
+    path = tmp_path / 'train.tsv'
+    splits = text_run(path, tmp_path, f'data.test_path={tmp_path / "test.tsv"}', f'data.kind={kind}').splits
+    assert splits['test'].features == splits['train'].features
+    assert splits['test'].features['label'].names == ['a', 'b', 'c']
+    assert splits['test']['label'][:] == [2, 0, 2] * 10
+    assert [text.split()[1] for text in splits['test']['text']] == list('cac') * 10
 
 
 def test_the_splits_are_the_same_for_all_seeds_and_change_with_their_own(pairs, tmp_path):

@@ -46,8 +46,8 @@ class ClassificationData(TextData):
             file with a header or keys), or `hub` (a data set of the Hugging Face hub).
         path: The file or folder, or the name of a data set on the hub. For `mind_topic` also the parent folder of
             train, dev and test.
-        test_path: A separate file of test texts; not for `hub`. None uses the test texts of `acl_imdb`, or of a `hub`
-            data set that has them, and splits off others.
+        test_path: A separate file of test texts, which may lack classes; not for `hub`. None uses the test texts of
+            `acl_imdb`, or of a `hub` data set that has them, and splits off others.
         hub_config: For `hub`: the configuration, if there are several.
         revision: For `hub`: such as `refs/convert/parquet`.
         bodies: For `mind_topic`: docs.tsv with the bodies of the news; None for title and abstract.
@@ -156,11 +156,10 @@ def read_splits(data: ClassificationData) -> DatasetDict:
 
     Raises:
         ValueError: a file is missing, damaged or of another layout, or has too few texts to divide; a
-            validation or test part that comes with the data set, or has a file of its own, has other classes than the
-            training texts.
+            validation or test part that comes with the data set, or has a file of its own, has a class that the
+            training texts lack.
     """
     train = read_texts(data, data.path, sample=data.max_texts, seed=data.split_seed)
-    names = train.features['label'].names
     own = own_parts(data)
     shares, parts = data.drawn_shares(own), DatasetDict({'train': train})
     if len(shares) > 1:
@@ -169,13 +168,21 @@ def read_splits(data: ClassificationData) -> DatasetDict:
         except ValueError as error:
             raise ValueError(f'{data.path}: {error}; see {_name_division(data, shares)}') from error
     for part, (path, options) in own.items():
-        # A smaller part may lack classes that the hub's training texts have.
-        known = {'label_names': names} if data.kind == 'hub' else {}
-        parts[part] = read_texts(data, path, **options, **known)
-        found = parts[part].features['label'].names
-        if names != found:
-            raise ValueError(f'expected {part} texts of the classes {", ".join(names)}, got {", ".join(found)}')
+        parts[part] = _with_classes(read_texts(data, path, **options), train, part)
     return parts
+
+
+def _with_classes(dataset: Dataset, train: Dataset, part: str) -> Dataset:
+    """Number the classes of a part, which may lack some, as the training texts do."""
+    own, numbers = dataset.features['label'].names, label_maps(train)['label2id']
+    others = [own[label] for label in sorted(dataset.unique('label')) if own[label] not in numbers]
+    if others:
+        raise ValueError(
+            f'expected {part} texts of the classes {", ".join(numbers):.200}, as in training, got also '
+            f'{", ".join(others):.200}'
+        )
+    columns = {'text': dataset['text'][:], 'label': [numbers[own[label]] for label in dataset['label']]}
+    return Dataset.from_dict(columns, features=train.features)
 
 
 def _name_division(data: ClassificationData, drawn: Collection[str]) -> str:
