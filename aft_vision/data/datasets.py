@@ -10,12 +10,13 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from timm.data import ImageDataset, create_dataset
+from timm.data import ImageDataset, IterableImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, extract_tarinfos
 from torch.utils.data import IterableDataset
@@ -459,7 +460,20 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
     # torchvision's data sets of image files.
     elif hasattr(dataset, 'loader'):
         dataset.loader = open_image
-    return Split(dataset, _known_class_names(dataset, source))
+    names = _known_class_names(dataset, source)
+    if isinstance(dataset, IterableImageDataset):
+        # Its labels are only known when they are read.
+        dataset.target_transform = partial(_check_label, len(names), source.name)
+    return Split(dataset, names)
+
+
+def _check_label(num_classes: int, name: str, label: int) -> int:
+    if not 0 <= label < num_classes:
+        raise ValueError(
+            f'expected labels from 0 to {num_classes - 1} in {name}, as data.num_classes or --num-classes says, '
+            f'got {label}'
+        )
+    return label
 
 
 @contextlib.contextmanager

@@ -228,6 +228,15 @@ def test_a_stream_without_the_number_of_its_classes_asks_for_it(shards):
         create_eval_loader(Source(name='wds/', dir=shards), (16, 16), 2, num_workers=0)
 
 
+@pytest.mark.parametrize('num_workers', [0, 1])
+def test_a_label_beyond_the_number_of_classes_of_a_stream_is_named(shards, num_workers):
+    source = Source(name='wds/', dir=shards, num_classes=2)
+    loaders = create_loaders(source, (16, 16), 3, augment=Augmentation(repeats=1), num_workers=num_workers)
+    for loader in (loaders.train, loaders.validation):
+        with pytest.raises(ValueError, match=r'labels from 0 to 1 in wds/, as data\.num_classes or .* says, got 2$'):
+            list(loader)
+
+
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
