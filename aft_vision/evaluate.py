@@ -19,6 +19,7 @@ from aft_vision.devices import synchronize
 from aft_vision.files import find_checkpoint
 from aft_vision.layers import aft_mixers
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
+from aft_vision.models.decoders import DECODERS
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.models.transfer_report import describe_transfer
@@ -144,6 +145,10 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwa
     if checkpoint.is_dir():
         return load_folder(checkpoint, **kwargs).to(device).eval()
     content = read_checkpoint(checkpoint)
+    if content['model_name'] in DECODERS:
+        raise ValueError(
+            f'expected an image classifier, got {checkpoint} with {content["model_name"]}, a pixel or character model'
+        )
     try:
         model = build_model(content['model_name'], **{**content['model_kwargs'], **kwargs})
     except ValueError as error:

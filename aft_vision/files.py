@@ -20,12 +20,19 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def check_folder(path: Path) -> None:
-    """Raise a ValueError unless a folder without best.pth has an exported model."""
+    """Raise a ValueError unless a folder without best.pth has an exported image model."""
     if not (path / 'config.json').is_file():
         raise ValueError(
             f'expected a run with best.pth or an exported model with config.json in {path}, got neither'
             f'{name_latest(path)}'
         )
+    try:
+        config = dict(json.loads((path / 'config.json').read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'expected an exported model in {path}, got a damaged config.json: {error}') from error
+    if 'architecture' not in config:
+        kind = f' of type {config["model_type"]}' if 'model_type' in config else ''
+        raise ValueError(f'expected an image model in {path}, got a config.json{kind} without an architecture of timm')
 
 
 def name_latest(folder: str | Path) -> str:

@@ -146,6 +146,7 @@ def test_a_truncated_checkpoint_and_a_file_of_other_bytes_are_named(tmp_path, co
     [
         ({'state_dict': None}, r'a checkpoint with model_name.*wrong\.pth'),
         ({'model_name': 'vit_that_is_not'}, r'wrong\.pth: .*a model that can be built, got vit_that_is_not'),
+        ({'model_name': 'aft_local_char'}, 'image classifier, got .* with aft_local_char, a .*character model'),
         ({'model_kwargs': {'kernel_size': 3}}, r'wrong\.pth: .*a model that can be built, .*kernel_size=3'),
     ],
 )
@@ -170,6 +171,23 @@ def test_an_exported_folder_that_is_damaged_is_named(tmp_path, kept):
         weights.write_bytes(content[:kept])
     with pytest.raises(ValueError, match=r'expected a (model that can be built|whole file of weights), got .*export'):
         load_model(tmp_path / 'export')
+
+
+@pytest.mark.parametrize('load', [load_model, load_source])
+@pytest.mark.parametrize(
+    ('content', 'message'),
+    [
+        ('{"model_type": "bart"}', r'an image model in .*, got a config\.json of type bart without an architecture'),
+        ('{}', r'an image model in .*best, got a config\.json without an architecture of timm$'),
+        ('[1]', r'an exported model in .*best, got a damaged config\.json'),
+        ('{"arch', r'an exported model in .*best, got a damaged config\.json: Unterminated string'),
+    ],
+)
+def test_a_folder_of_another_model_is_named(tmp_path, load, content, message):
+    (tmp_path / 'best').mkdir()
+    (tmp_path / 'best' / 'config.json').write_text(content)
+    with pytest.raises(ValueError, match=f'expected {message}'):
+        load(tmp_path / 'best')
 
 
 def test_a_loaded_model_knows_its_preprocessing_and_classes(tmp_path):

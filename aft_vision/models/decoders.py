@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aft_vision.files import find_checkpoint, name_latest, replacing
+from aft_vision.files import BEST, find_checkpoint, name_latest, replacing
 from aft_vision.models import char, pixel
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.state_dict import check_state_dict
@@ -85,7 +85,10 @@ def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDec
     """
     path = find_checkpoint(path)
     if not path.is_file():
-        raise ValueError(f'expected a checkpoint, got {path}, which is not a file{name_latest(path)}')
+        reason = f'has no {BEST}{name_latest(path)}' if path.is_dir() else 'does not exist'
+        raise ValueError(
+            f'expected a checkpoint of a pixel or character model, or the folder of its run, got {path}, which {reason}'
+        )
     data = load_torch_file(path)
     wanted = {'state_dict', 'model_args', 'task'}
     if not isinstance(data, dict) or not wanted <= data.keys():

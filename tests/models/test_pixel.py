@@ -180,7 +180,7 @@ REJECTED = [
     (lambda: small().to_images(torch.zeros(1, 35)), r'expected 36 tokens for 3 x 4 pixels, got shape \(1, 35\)'),
     (lambda: half_mask('middle', (3, 4)), "must be one of top-half, .* got 'middle'"),
     (lambda: save_decoder(AFTDecoder(4, dim=4, mixer='simple'), 'x.pt'), 'made by create_decoder'),
-    (lambda: load_decoder('missing.pt'), 'missing.pt, which is not a file'),
+    (lambda: load_decoder('missing.pt'), 'missing.pt, which does not exist'),
 ]
 
 
