@@ -85,9 +85,12 @@ def read_seeds(folder: Path) -> dict[str, Any]:
 def choose_metrics(rows: Sequence[dict[str, Any]], chosen: Sequence[str] | None) -> list[str]:
     """Return the metrics that all runs have, in the order of the first, or the chosen ones if all runs have them."""
     common = [name for name in rows[0]['metrics'] if all(name in row['metrics'] for row in rows)]
+    if not common:
+        found = '; '.join(f'{row["name"]} with {", ".join(row["metrics"]) or "none"}' for row in rows)
+        raise ValueError(f'expected runs that share a metric, got {found}')
     unknown = [name for name in chosen or () if name not in common]
-    if unknown or not common:
-        raise ValueError(f'expected metrics among {", ".join(common) or "none"}, which all runs have, got {unknown}')
+    if unknown:
+        raise ValueError(f'expected metrics among {", ".join(common)}, which all runs have, got {", ".join(unknown)}')
     return list(chosen or common)
 
 

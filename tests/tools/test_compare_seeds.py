@@ -60,8 +60,14 @@ def test_metrics_that_not_all_runs_have_are_left_out_or_refused(tmp_path):
     rows = [read_seeds(make_run(tmp_path / 'a', [0.8], auc=0.7)), read_seeds(make_run(tmp_path / 'b', [0.8]))]
     assert choose_metrics(rows, None) == ['accuracy']
     assert choose_metrics(rows[:1], ['auc']) == ['auc']
-    with pytest.raises(ValueError, match=r"among accuracy, which all runs have, got \['auc'\]"):
+    with pytest.raises(ValueError, match='among accuracy, which all runs have, got auc'):
         choose_metrics(rows, ['auc'])
+
+
+def test_runs_of_two_tasks_are_named_with_their_metrics():
+    rows = [{'name': 'texts', 'metrics': {'accuracy': {}, 'macro_f': {}}}, {'name': 'news', 'metrics': {'auc': {}}}]
+    with pytest.raises(ValueError, match='share a metric, got texts with accuracy, macro_f; news with auc'):
+        choose_metrics(rows, None)
 
 
 def test_folders_without_a_result_of_this_kind_are_named(tmp_path):
