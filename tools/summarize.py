@@ -38,7 +38,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--batch-size', type=parse_positive, default=8, help='texts per batch (default: 8)')
     add('--out', type=Path, help='also write the summaries here, as JSON lines')
     add_device(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if None not in (args.max_tokens, args.min_new_tokens) and args.min_new_tokens > args.max_tokens:
+        parser.error(f'expected --min-tokens of at most --max-tokens {args.max_tokens}, got {args.min_new_tokens}')
+    return args
 
 
 if __name__ == '__main__':

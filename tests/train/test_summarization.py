@@ -164,6 +164,14 @@ def test_no_summary_is_shorter_than_the_experiment_and_the_tool_say(trained, fir
     assert tool.main(['--model', str(best), *options, str(tmp_path / 'a.txt')]) == found[:1]
 
 
+def test_the_tool_refuses_a_minimal_length_above_the_maximal_one(capsys):
+    lengths = ['--min-tokens', '30', '--max-tokens']
+    assert tool.parse_args(['--model', 'x', *lengths, '30']).min_new_tokens == 30
+    with pytest.raises(SystemExit):
+        tool.parse_args(['--model', 'x', *lengths, '6'])
+    assert 'expected --min-tokens of at most --max-tokens 6, got 30' in capsys.readouterr().err
+
+
 def test_only_weights_that_are_tied_to_none_are_said_to_be_missing(trained, first_words, monkeypatch):
     folder, _ = trained
     config = load_text_config(SMOKE, [f'data.path={first_words}'])
