@@ -191,6 +191,9 @@ class FusedModule(nn.Module):
             # A parameter of torch.vmap has no memory.
             return False
         if self.fused_from != versions:
+            # A mode, such as that of fake tensors, would leave its results in the cache.
+            if torch._C._len_torch_dispatch_stack() > 0:
+                return False
             self.fuse()
         return True
 

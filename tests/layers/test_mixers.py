@@ -378,6 +378,16 @@ def test_a_fused_mixer_follows_its_parameters(name: str):
 
 
 @pytest.mark.parametrize('name', FUSED)
+def test_fake_tensors_between_calls_leave_no_trace_in_a_fused_mixer(name: str):
+    mixer, x = randomized(MAKERS[name](dtype=torch.float64)).eval().fuse(), randn(2, 12, 8)
+    expected = call(mixer, x).detach()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        call(mixer, x)
+    with torch.no_grad():
+        assert torch.equal(call(mixer, x), expected)
+
+
+@pytest.mark.parametrize('name', FUSED)
 def test_a_fused_mixer_follows_an_optimizer_that_writes_without_a_trace(name: str):
     mixer = randomized(MAKERS[name](dtype=torch.float64)).eval().fuse()
     optimizer, x = torch.optim.AdamW(mixer.parameters(), 0.1, fused=True), randn(2, 12, 8)
