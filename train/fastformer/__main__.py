@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     folder = find_run_dir(config, args.config, Path('runs') / 'fastformer')
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
-    if args.quiet or not sys.stderr.isatty():
+    if args.quiet or (argv is None and not sys.stderr.isatty()):
         logging.disable_progress_bar()
         disable_progress_bars()
     check_files(config)

@@ -175,13 +175,15 @@ def read_splits(data: ClassificationData) -> DatasetDict:
 def _with_classes(dataset: Dataset, train: Dataset, part: str) -> Dataset:
     """Number the classes of a part, which may lack some, as the training texts do."""
     own, numbers = dataset.features['label'].names, label_maps(train)['label2id']
+    if own == list(numbers):
+        return dataset
     others = [own[label] for label in sorted(dataset.unique('label')) if own[label] not in numbers]
     if others:
         raise ValueError(
-            f'expected {part} texts of the classes {", ".join(numbers):.200}, as in training, got also '
-            f'{", ".join(others):.200}'
+            f'expected {part} texts of the {len(numbers)} classes of training ({", ".join([*numbers][:5])} ...), got '
+            f'{len(others)} others: {", ".join(others[:5])}'
         )
-    columns = {'text': dataset['text'][:], 'label': [numbers[own[label]] for label in dataset['label']]}
+    columns = {'text': dataset['text'][:], 'label': [numbers[own[label]] for label in dataset['label'][:]]}
     return Dataset.from_dict(columns, features=train.features)
 
 

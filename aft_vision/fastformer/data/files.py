@@ -126,7 +126,7 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
     """Stream some columns of a parquet file; a place counts rows from 1.
 
     Raises:
-        ValueError: the file is missing or damaged, lacks a column, or has two of one name.
+        ValueError: the file is missing or damaged, lacks a column, or has one twice.
     """
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
@@ -134,7 +134,7 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
     try:
         file = ParquetFile(path)
         names = file.schema_arrow.names
-        if len(set(names)) < len(names):
+        if any(names.count(name) > 1 for name in columns):
             raise ValueError(f'{path}: expected column names that differ, got {", ".join(names)}')
         if not set(columns) <= set(names):
             raise missing_columns(f'{path}, row 1', columns, names)

@@ -22,7 +22,7 @@ from aft_vision.fastformer.data.files import (
 TABLES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet')
 # Names of the classes in order, or a name for each value of the label column.
 LabelNames = Sequence[str] | Mapping[Any, str]
-# A whole number with a fraction of zeros, which other formats have as a float; the group has no sign of zero.
+# A whole number with a fraction of zeros; the group has no sign of zero.
 WHOLE_NUMBER = re.compile(r'(?:-(?=0))?(0|-?[1-9][0-9]*)\.0+')
 Row = TypeVar('Row')
 
@@ -169,6 +169,8 @@ def collect(
     kept = draw_rows(_notice(rows, seen.add), sample, seed)
     if not kept:
         raise ValueError(f'expected rows with a text ({", ".join(text)}) and a label ({label}), got none')
+    if names is None:
+        _check_spellings(seen, label)
     classes = _in_order(seen) if names is None else list(dict.fromkeys(names.values()))
     index = {name: number for number, name in enumerate(classes)}
     columns = {'text': [content for content, _ in kept], 'label': [index[name] for _, name in kept]}
@@ -247,6 +249,19 @@ def draw_rows(rows: Iterable[Row], count: int | None, seed: int) -> list[Row]:
     return [row for _, row in sorted(kept, key=itemgetter(0))]
 
 
+def _check_spellings(classes: Iterable[str], label: str) -> None:
+    """Raise a ValueError if two classes are one number, such as 1 and 1.0 in the text of a CSV."""
+    spellings: dict[str, str] = {}
+    for name in sorted(classes):
+        whole = WHOLE_NUMBER.fullmatch(name)
+        other = spellings.setdefault(whole[1] if whole else name, name)
+        if other != name:
+            raise ValueError(
+                f'column {label!r}: expected one spelling of each class, got {other} and {name}; write one of them, or '
+                'say by label_names what they mean'
+            )
+
+
 def _with_names(records: Iterable[Record], label: str, names: Sequence[str]) -> Iterator[Record]:
     for place, values in records:
         value = values[label]
@@ -264,13 +279,10 @@ def _name_by_value(label_names: LabelNames | None) -> dict[str, str] | None:
 
 
 def as_label(value: Any) -> str | None:
-    """Format a label as text, 5.0 and '5.0' as 5; None if it is not a label."""
-    if isinstance(value, str):
-        whole = WHOLE_NUMBER.fullmatch(value.strip())
-        return whole[1] if whole else value.strip()
+    """Format a label as text, 5.0 as 5; None if it is not a label."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(value) if isinstance(value, (int, float)) and value == value else None
+    return str(value).strip() if isinstance(value, (str, int, float)) and value == value else None
 
 
 def _labelled_rows(
