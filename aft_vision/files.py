@@ -50,12 +50,13 @@ def older(path: Path, age: int) -> Path:
 def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
     """Yield a path to write; the complete file then replaces `path`, and after an error nothing changes.
 
-    The content is synced before the rename. A killed process leaves a folder `.NAME.*.tmp` next to it.
+    The content is synced before the rename. A killed process leaves a folder `.NAME.*.tmp` next to it. Of a link, the
+    file that it leads to is replaced; permissions stay.
 
     Args:
         keep: Number of files of this name to keep: `last.pth`, and before it `last-1.pth`, `last-2.pth`, ...
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # The file has its final name from the start, in a temporary folder: a .pt2 file contains its first name.
     with tempfile.TemporaryDirectory(prefix=f'.{path.name}.', suffix='.tmp', dir=path.parent) as folder:
@@ -63,6 +64,8 @@ def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
         yield written
         with written.open('rb') as file:
             os.fsync(file.fileno())
+        if path.exists():
+            written.chmod(path.stat().st_mode)
         for age in range(keep - 1, 0, -1):
             if older(path, age - 1).exists():
                 os.replace(older(path, age - 1), older(path, age))
@@ -71,9 +74,13 @@ def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write a JSON file, complete or not at all."""
+    """Write a JSON file, complete or not at all; to a pipe or a terminal as it comes."""
+    text = json.dumps(content, indent=2) + '\n'
+    if Path(path).exists() and not Path(path).is_file():
+        Path(path).write_text(text)
+        return
     with replacing(path) as file:
-        file.write_text(json.dumps(content, indent=2) + '\n')
+        file.write_text(text)
 
 
 def sync_directory(directory: Path) -> None:

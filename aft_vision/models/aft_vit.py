@@ -31,10 +31,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from aft_vision.layers import AFTBlock, AFTPatchEmbed, aft_mixers
+from aft_vision.layers.mixers import MIXERS
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
-from aft_vision.models.state_dict import check_state_dict, resample_rows
+from aft_vision.models.state_dict import StateDictError, check_state_dict, resample_rows
 from aft_vision.models.transfer_report import Report, describe_transfer
 from aft_vision.models.weight_files import packaged_weights
 
@@ -215,19 +216,27 @@ class AFTVisionTransformer(VisionTransformer):
             depth = len(self.blocks)
             kept = [index for index in arguments.get('attention_blocks') or () if index < depth]
             self._model_args = {**arguments, 'depth': depth, 'attention_blocks': kept}
-            if prune_norm and isinstance(self.fc_norm, nn.Identity):
+            if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
                 self._model_args['final_norm'] = False
         return taken
 
     @torch.jit.ignore
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict; raise a ValueError with the first differing keys for another architecture."""
+        """Load a state dict; raise a ValueError with the first differing keys for another architecture.
+
+        As in torch, what fits is loaded before.
+        """
         try:
             # Not by `super()`, which a scripted model does not have.
             return nn.Module.load_state_dict(self, state_dict, strict=strict, assign=assign)
-        except RuntimeError:
-            if strict:
+        except RuntimeError as error:
+            # A hook may rename keys.
+            if not strict or any(module._load_state_dict_pre_hooks for module in self.modules()):
+                raise
+            try:
                 check_state_dict(self, state_dict)
+            except StateDictError as reason:
+                raise reason from error
             raise
 
     def _embed(self, x: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, tuple[int, int] | None, Tensor | None]:
@@ -470,8 +479,8 @@ def _check_arguments(
     for name in ('block_fn', 'attn_layer'):
         if name in kwargs:
             raise TypeError(f'{name} is an argument of attention; choose the mixer by `mixer`')
-    if mixer not in MIXER_ARGUMENTS:
-        raise ValueError(f'mixer must be one of {", ".join(MIXER_ARGUMENTS)}, got {mixer!r}')
+    if mixer not in MIXERS:
+        raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {mixer!r}')
     if mixer in GRID_MIXERS and (class_token or kwargs.get('reg_tokens', 0)):
         raise ValueError(f'mixer={mixer!r} works on a grid and does not support class_token and reg_tokens')
     if mixer not in GRID_MIXERS and num_heads not in (None, 1):
@@ -488,7 +497,7 @@ def _check_arguments(
 
 def _mixer_arguments(mixer: str, **chosen: Any) -> dict[str, Any]:
     given = {name: value for name, value in chosen.items() if value is not None}
-    taken = MIXER_ARGUMENTS[mixer]
+    taken = MIXER_ARGUMENTS.get(mixer, given)
     strange = sorted(given.keys() - set(taken))
     if strange:
         raise TypeError(f'mixer={mixer!r} has no {", ".join(strange)}; it takes {", ".join(taken) or "none"}')

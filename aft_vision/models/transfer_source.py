@@ -99,8 +99,8 @@ def build_model(name: str, **kwargs: Any) -> nn.Module:
         raise
     # timm checks neither arguments nor weights: an assertion, a division by zero, an error of safetensors.
     except Exception as error:
-        given = ', '.join(f'{key}={value!r}' for key, value in kwargs.items()) or 'no arguments'
-        reason = str(error) or type(error).__name__
+        given = ', '.join(f'{key}={value!r:.200}' for key, value in kwargs.items()) or 'no arguments'
+        reason = first_line(error) or type(error).__name__
         # torch suggests to execute the file's code.
         if 'weights_only' in reason or 'weights only' in reason.lower():
             reason = 'its file of weights is damaged or holds more than tensors'

@@ -575,7 +575,7 @@ REJECTED = [
         "mixer='conv' has no bias_dim, resample_bias; it takes num_heads, local_conv, kernel_size, ",
     ),
     (TypeError, lambda: timm.create_model('aft_simple_tiny', window_size=3), 'no window_size; it takes none'),
-    (ValueError, lambda: timm.create_model('aft_conv_tiny', mixer='attention'), "mixer must be one of conv, .*'atten"),
+    (ValueError, lambda: timm.create_model('aft_conv_tiny', mixer='attention'), "mixer must be one of full, .*'atten"),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', factorize_bias=False), 'factorize_bias'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', qk_norm=True), 'qk_norm is an argument of attention'),
     (TypeError, lambda: timm.create_model('aft_axial_tiny', kernel_size=3), 'kernel_size'),

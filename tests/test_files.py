@@ -1,0 +1,42 @@
+"""Files are replaced whole or not at all."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from aft_vision.files import replacing, write_json
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path):
+    path = tmp_path / 'result.json'
+    write_json(path, {'top1': 1})
+    with pytest.raises(TypeError, match='not JSON serializable'):
+        write_json(path, {'top1': 2, 'model': object()})
+    with pytest.raises(UnicodeEncodeError), replacing(path) as file:
+        file.write_text('{"top1": "\udc80"}', encoding='utf-8')
+    assert json.loads(path.read_text()) == {'top1': 1}
+    assert os.listdir(tmp_path) == ['result.json']
+
+
+def test_links_and_permissions_stay(tmp_path: Path):
+    kept, link = tmp_path / 'kept.json', tmp_path / 'link.json'
+    kept.write_text('{}')
+    kept.chmod(0o640)
+    link.symlink_to(kept)
+    write_json(link, [1])
+    assert link.is_symlink()
+    assert json.loads(kept.read_text()) == [1]
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o640
+
+
+def test_a_pipe_is_written_to(tmp_path: Path):
+    pipe = tmp_path / 'pipe'
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(pipe, [2])
+    assert json.loads(os.read(reader, 100)) == [2]
+    os.close(reader)
+    assert pipe.is_fifo()
