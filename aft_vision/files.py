@@ -50,13 +50,12 @@ def older(path: Path, age: int) -> Path:
 def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
     """Yield a path to write; the complete file then replaces `path`, and after an error nothing changes.
 
-    The content is synced before the rename. A killed process leaves a folder `.NAME.*.tmp` next to it. Of a link, the
-    file that it leads to is replaced; permissions stay.
+    The content is synced before the rename; permissions stay. A killed process leaves a folder `.NAME.*.tmp` beside it.
 
     Args:
         keep: Number of files of this name to keep: `last.pth`, and before it `last-1.pth`, `last-2.pth`, ...
     """
-    path = Path(os.path.realpath(path))
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # The file has its final name from the start, in a temporary folder: a .pt2 file contains its first name.
     with tempfile.TemporaryDirectory(prefix=f'.{path.name}.', suffix='.tmp', dir=path.parent) as folder:
@@ -74,12 +73,12 @@ def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write a JSON file, complete or not at all; to a pipe or a terminal as it comes."""
+    """Write a JSON file, complete or not at all, or that to which a link leads; to a pipe or a terminal as it comes."""
     text = json.dumps(content, indent=2) + '\n'
     if Path(path).exists() and not Path(path).is_file():
         Path(path).write_text(text)
         return
-    with replacing(path) as file:
+    with replacing(os.path.realpath(path)) as file:
         file.write_text(text)
 
 

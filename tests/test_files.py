@@ -32,6 +32,18 @@ def test_links_and_permissions_stay(tmp_path: Path):
     assert stat.S_IMODE(kept.stat().st_mode) == 0o640
 
 
+def test_a_linked_file_of_which_several_are_kept_stays(tmp_path: Path):
+    other, own = tmp_path / 'a' / 'last.pth', tmp_path / 'b' / 'last.pth'
+    for folder in (other.parent, own.parent):
+        folder.mkdir()
+    other.write_text('of a')
+    own.symlink_to(other)
+    with replacing(own, keep=2) as file:
+        file.write_text('of b')
+    assert (own.read_text(), other.read_text()) == ('of b', 'of a')
+    assert (own.parent / 'last-1.pth').read_text() == 'of a'
+
+
 def test_a_pipe_is_written_to(tmp_path: Path):
     pipe = tmp_path / 'pipe'
     os.mkfifo(pipe)

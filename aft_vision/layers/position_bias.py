@@ -77,6 +77,9 @@ class FusedModule(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             self.fused, self.resized, self.kept = self.compute().clone(), None, {}
         self.fused_from, self.sources = self._parameter_versions(), list(self.parameters())
+        if _in_mode():
+            # Such as that of fake tensors: the next call outside computes it again.
+            self.fused_from = []
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,8 +194,7 @@ class FusedModule(nn.Module):
             # A parameter of torch.vmap has no memory.
             return False
         if self.fused_from != versions:
-            # A mode, such as that of fake tensors, would leave its results in the cache.
-            if torch._C._len_torch_dispatch_stack() > 0:
+            if _in_mode():
                 return False
             self.fuse()
         return True
@@ -203,6 +205,11 @@ class FusedModule(nn.Module):
         # The iterator of `parameters()` would cost as much as an operation on a small image.
         parameters = self._parameters.values()
         return [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters if p is not None]
+
+
+@torch.jit.ignore
+def _in_mode() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 class _PairBias(FusedModule):

@@ -99,12 +99,13 @@ def build_model(name: str, **kwargs: Any) -> nn.Module:
         raise
     # timm checks neither arguments nor weights: an assertion, a division by zero, an error of safetensors.
     except Exception as error:
-        given = ', '.join(f'{key}={value!r:.200}' for key, value in kwargs.items()) or 'no arguments'
-        reason = first_line(error) or type(error).__name__
+        given = ' '.join(', '.join(f'{key}={value!r:.200}' for key, value in kwargs.items()).split()) or 'no arguments'
+        # torch lists what does not fit line by line.
+        reason = ' '.join(str(error).split()) or type(error).__name__
         # torch suggests to execute the file's code.
         if 'weights_only' in reason or 'weights only' in reason.lower():
             reason = 'its file of weights is damaged or holds more than tensors'
-        raise ValueError(f'expected a model that can be built, got {name} with {given}: {reason}') from error
+        raise ValueError(f'expected a model that can be built, got {name} with {given}: {reason:.500}') from error
 
 
 def load_pretrained(name: str, **kwargs: Any) -> nn.Module:

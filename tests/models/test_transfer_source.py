@@ -77,6 +77,15 @@ def test_a_model_that_timm_does_not_build_is_named_with_its_arguments(name, kwar
         build_model(name, **kwargs)
 
 
+def test_weights_of_another_depth_are_named_in_one_line():
+    state = timm.create_model(VIT, depth=1).state_dict()
+    overlay = {'state_dict': state}
+    with pytest.raises(ValueError, match=r'Missing key\(s\) in state_dict: "blocks\.1\.norm1\.weight"') as caught:
+        build_model(VIT, pretrained=True, pretrained_cfg_overlay=overlay, depth=2)
+    assert '\n' not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ('suffix', 'content', 'message'),
     [(None, b'', 'FileNotFoundError'), ('.safetensors', b'cut', 'header'), ('.pth', b'cut', 'is damaged or')],

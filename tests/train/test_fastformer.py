@@ -509,7 +509,7 @@ def test_test_texts_of_their_own_are_all_tested(pairs, tmp_path):
 def test_test_texts_of_other_classes_are_an_error(pairs, tmp_path):
     other = tmp_path / 'other.jsonl'
     other.write_text('{"text": "a", "label": "one"}\n{"text": "b", "label": "two"}\n')
-    with pytest.raises(ValueError, match=r'of the 2 classes of training \(both, one \.\.\.\), got 1 others: two'):
+    with pytest.raises(ValueError, match=r'of the 2 classes of training \(both, one\), got also two'):
         text_run(pairs, tmp_path, f'data.test_path={other}')
 
 

@@ -180,11 +180,15 @@ def _with_classes(dataset: Dataset, train: Dataset, part: str) -> Dataset:
     others = [own[label] for label in sorted(dataset.unique('label')) if own[label] not in numbers]
     if others:
         raise ValueError(
-            f'expected {part} texts of the {len(numbers)} classes of training ({", ".join([*numbers][:5])} ...), got '
-            f'{len(others)} others: {", ".join(others[:5])}'
+            f'expected {part} texts of the {len(numbers)} classes of training ({_some(list(numbers))}), got also '
+            f'{_some(others)}'
         )
     columns = {'text': dataset['text'][:], 'label': [numbers[own[label]] for label in dataset['label'][:]]}
     return Dataset.from_dict(columns, features=train.features)
+
+
+def _some(names: Sequence[str]) -> str:
+    return f'{", ".join(names[:5]):.200}{", ..." if len(names) > 5 else ""}'
 
 
 def _name_division(data: ClassificationData, drawn: Collection[str]) -> str:
