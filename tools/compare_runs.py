@@ -65,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     rows.sort(key=lambda row: (math.isnan(row['test_bits']), row['test_bits']))
     cells = [[row['name'], *(format(row[key], form) for _, form, key in COLUMNS)] for row in rows]
     print(format_table(['run', *(title for title, *_ in COLUMNS)], *cells))
-    args.out.mkdir(parents=True, exist_ok=True)
     # Results of earlier versions have only `measure`.
     figure = draw_bits(runs, rows[0].get('bits_unit', rows[0]['measure']))
     save_figure(figure, args.out / 'compare_runs.png')

@@ -50,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     rows = [{'name': name, **read_seeds(folder)} for name, folder in name_runs(args).items()]
     metrics = choose_metrics(rows, args.metrics)
     print(format_seeds(rows, metrics))
-    args.out.mkdir(parents=True, exist_ok=True)
     save_figure(draw_seeds(rows, metrics, args.title), args.out / 'compare_seeds.png')
     write_json(args.out / 'compare_seeds.json', rows)
     return rows

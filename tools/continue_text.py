@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> list[bytes]:
     drawn = model.sample(args.num_samples, args.length, tokens, seed=args.seed, **rules(args))
     texts = [decode(row.numpy(), vocabulary) for row in drawn.cpu()]
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         rows = [{'text': text.decode(errors='replace'), 'hex': text.hex()} for text in texts]
         write_json(args.out, {'prompt': prompt.decode(errors='replace'), 'texts': rows})
     print('\n---\n'.join(text.decode(errors='replace') for text in texts))

@@ -114,7 +114,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
     print_table(rows)
     out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / 'prune_bias.json', result)
     save_figure(draw_cost(rows), out / 'prune_bias.png')
     print(f'prune_bias.json and prune_bias.png are in {out}')

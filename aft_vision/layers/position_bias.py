@@ -76,10 +76,9 @@ class FusedModule(nn.Module):
         # A normal tensor even in inference mode, and never the parameter itself.
         with torch.inference_mode(False), torch.no_grad():
             self.fused, self.resized, self.kept = self.compute().clone(), None, {}
-        self.fused_from, self.sources = self._parameter_versions(), list(self.parameters())
-        if _in_mode():
-            # Such as that of fake tensors: the next call outside computes it again.
-            self.fused_from = []
+        # A result within a mode, such as that of fake tensors, is computed again outside.
+        self.fused_from = [] if _in_mode() else self._parameter_versions()
+        self.sources = list(self.parameters())
         return self
 
     def __getstate__(self) -> dict[str, Any]:

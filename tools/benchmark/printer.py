@@ -55,7 +55,6 @@ def plot_curves(report: Report, path: Path) -> None:
         axes.grid(alpha=0.3, which='both')
         axes.legend(fontsize=8)
     figure.suptitle(report.head)
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, path)
 
 

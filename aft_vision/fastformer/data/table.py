@@ -22,8 +22,7 @@ from aft_vision.fastformer.data.files import (
 TABLES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet')
 # Names of the classes in order, or a name for each value of the label column.
 LabelNames = Sequence[str] | Mapping[Any, str]
-# A whole number with a fraction of zeros; the group has no sign of zero.
-WHOLE_NUMBER = re.compile(r'(?:-(?=0))?(0|-?[1-9][0-9]*)\.0+')
+WHOLE_NUMBER = re.compile(r'(-?[0-9]+)\.0+')
 Row = TypeVar('Row')
 
 
@@ -254,7 +253,7 @@ def _check_spellings(classes: Iterable[str], label: str) -> None:
     spellings: dict[str, str] = {}
     for name in sorted(classes):
         whole = WHOLE_NUMBER.fullmatch(name)
-        other = spellings.setdefault(whole[1] if whole else name, name)
+        other = spellings.setdefault(str(int(whole[1])) if whole else name, name)
         if other != name:
             raise ValueError(
                 f'column {label!r}: expected one spelling of each class, got {other} and {name}; write one of them, or '
