@@ -97,7 +97,7 @@ SCHEMAS: dict[str, tuple[Any, ...]] = {
     'guide/fastformer_recommendation.md': (TEXTS['recommendation'],),
     'guide/fastformer_summarization.md': (TEXTS['summarization'],),
     'guide/resolution.md': (Config,),
-    **dict.fromkeys(('guide/data_sets.md', 'guide/long_runs.md', 'guide/train.md'), (Config,)),
+    **dict.fromkeys(('guide/data_sets.md', 'guide/imagenet.md', 'guide/train.md'), (Config,)),
 }
 EVERY_SCHEMA = (Config, PixelConfig, CharConfig, RecallConfig, *TEXTS.values())
 OTHER_SCHEMAS: dict[str, Any] = {
@@ -180,6 +180,7 @@ FURNITURE = {
     'guide/fastformer_summarization.md': write_text_models,
     'guide/onehot.md': write_image_models,
     'guide/pictures.md': write_image_models,
+    'guide/predict.md': write_image_models,
     'guide/sparsity.md': write_image_models,
     'results/native_shapes.md': write_image_models,
 }

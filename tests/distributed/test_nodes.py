@@ -20,7 +20,7 @@ from small_runs import PART, RECIPE, SMALL, Interruption, assert_same_results, r
 from train.checkpoint import find_latest
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / 'docs' / 'guide' / 'long_runs.md').read_text()
+GUIDE = (ROOT / 'docs' / 'guide' / 'imagenet.md').read_text()
 # Two epochs of three updates, of two parts a process; before the third update a process of node1 stops.
 SAVING = ['data.batch_size=24', 'run.cpu_threads=1', 'run.tensorboard=false']
 BEFORE_THIRD = Interruption(PART, 5, rank=1, signal=signal.SIGSTOP)
