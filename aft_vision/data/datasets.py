@@ -20,15 +20,16 @@ from timm.data import ImageDataset, IterableImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, extract_tarinfos
 from torch.utils.data import IterableDataset
+from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, PartOfDataset
 from aft_vision.data.images import (
-    MACOS,
     MACOS_FOLDER,
     describe_ignored,
     file_kind,
     find_images,
     image_suffixes,
+    is_hidden,
     open_image,
 )
 from aft_vision.data.ranges import check_ranges, within
@@ -369,7 +370,7 @@ class _TarReader(ReaderImageInTar):
         # timm would use a stale index after the file has changed.
         found = extract_tarinfos(self.root, cache_tarinfo=False, extensions=image_suffixes())
         samples, targets, self.class_name_to_idx, ((_, self.tar_state),) = found
-        kept = [i for i, (member, *_) in enumerate(samples) if file_kind(PurePosixPath(member.name).name) != MACOS]
+        kept = [i for i, (member, *_) in enumerate(samples) if not is_hidden(member.name)]
         if not kept:
             raise ValueError('no images')
         self.samples, self.targets = samples[kept], targets[kept]
@@ -409,9 +410,10 @@ def _look_through_tar(path: Path, splits: set[PurePosixPath]) -> tuple[set[str],
     with tarfile.open(path) as file:
         for member in file:
             place = PurePosixPath(member.name)
-            kind = file_kind(place.name)
-            if member.isdir() and place.parent in splits and place not in splits and place.name != MACOS_FOLDER:
-                names.add(place.name)
+            kind = file_kind(str(place))
+            if member.isdir() and place.parent in splits and place not in splits:
+                if not is_hidden(place.name) and place.name != MACOS_FOLDER:
+                    names.add(place.name)
             elif not member.isdir() and splits & set(place.parents) and kind not in suffixes:
                 ignored[kind] += 1
     return names, ignored
@@ -461,6 +463,11 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
     elif hasattr(dataset, 'loader'):
         dataset.loader = open_image
     names = _known_class_names(dataset, source)
+    if isinstance(dataset, DatasetFolder) and (hidden := [name for name in names if is_hidden(name)]):
+        raise ValueError(
+            f'expected class folders in {dataset.root} whose names do not begin with a dot, got {_few(hidden)}: remove '
+            f'them, or set data.dir={source.dir} without data.name, which leaves them out'
+        )
     if isinstance(dataset, IterableImageDataset):
         # Its labels are only known when they are read.
         dataset.target_transform = partial(_check_label, len(names), source.name)

@@ -173,7 +173,7 @@ def _warn(source: Source, *splits: Split) -> None:
     place = source.name or source.dir
     # With held-out images, both splits come from one folder.
     for ignored in dict.fromkeys(split.ignored for split in splits if split.ignored):
-        _logger.warning('ignored in %s, because they are no images: %s', place, ignored)
+        _logger.warning('ignored in %s, because they are hidden or no images: %s', place, ignored)
     if len(splits[0].class_names) == 1:
         _logger.warning('%s has one class, %s, so every prediction is right', place, splits[0].class_names[0])
 

@@ -1,6 +1,7 @@
 """Finding and reading of image files, for the whole project."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,9 +23,10 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 LINK = 'link to a folder above'
-# What macOS puts next to a file, with its suffix, into tar files and on disks of others; and the folder with these in
-# zip files.
-MACOS, MACOS_FOLDER = '._*', '__MACOSX'
+# Files and folders whose names begin with a dot, which programs keep for themselves: Jupyter's .ipynb_checkpoints, and
+# ._1.jpg, which macOS puts next to 1.jpg. MACOS_FOLDER has the latter in zip files.
+HIDDEN, MACOS_FOLDER = 'hidden', '__MACOSX'
+HIDDEN_NAME = re.compile(r'(?:^|/)\.(?!\.?(?:/|$))')
 
 
 class CorruptImageError(ValueError):
@@ -36,7 +38,7 @@ class FoundImages(NamedTuple):
 
     Attributes:
         paths: Paths of the images, unordered.
-        folders: Names of the direct subfolders, except `MACOS_FOLDER`.
+        folders: Names of the direct subfolders, except hidden ones and `MACOS_FOLDER`.
         ignored: Number of other files by `file_kind`; links to a parent folder count as `LINK`.
     """
 
@@ -90,20 +92,26 @@ def image_suffixes() -> set[str]:
     return {*SUFFIXES, *get_img_extensions()}
 
 
-def file_kind(name: str) -> str:
-    """Return the suffix of a file's name in lower case, or `MACOS`."""
-    return MACOS if name.startswith('._') else os.path.splitext(name)[1].lower()
+def file_kind(path: str) -> str:
+    """Return the suffix of a file in lower case, or `HIDDEN` if a name in its path begins with a dot."""
+    return HIDDEN if is_hidden(path) else os.path.splitext(path)[1].lower()
+
+
+def is_hidden(path: str) -> bool:
+    """Return whether a name in a path begins with a dot."""
+    return HIDDEN_NAME.search(path) is not None
 
 
 def find_images(folder: str | Path) -> FoundImages:
-    """Find all images below a folder; links are followed except to a parent folder."""
+    """Find all images below a folder that are not hidden; links are followed except to a parent folder."""
     found, suffixes = FoundImages([], [], Counter()), image_suffixes()
     place = Path(folder).resolve()
     above = frozenset(map(str, (place, *place.parents)))
     with os.scandir(folder) as entries:
-        found.folders.extend(sorted(x.name for x in entries if _enters(x, above) and x.name != MACOS_FOLDER))
+        names = sorted(entry.name for entry in entries if _enters(entry, above))
+    found.folders.extend(name for name in names if not is_hidden(name) and name != MACOS_FOLDER)
     for entry in _walk(str(folder), above):
-        kind = file_kind(entry.name)
+        kind = file_kind(entry.path[len(str(folder)) :])
         if entry.is_dir():
             found.ignored[LINK] += 1
         elif kind in suffixes:

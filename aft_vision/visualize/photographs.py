@@ -1,7 +1,9 @@
 """Photographs as input of a model and for pictures."""
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,12 +12,14 @@ from PIL.Image import Image
 from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_input_data_config
 from torch import Tensor, nn
 
-from aft_vision.data.images import find_images, open_image
+from aft_vision.data.images import describe_ignored, find_images, open_image
 from aft_vision.sizes import default_size
 from aft_vision.visualize.figure import choose
 
 DISPLAY = 448
 BATCH = 16
+
+_logger = logging.getLogger(__name__)
 
 
 class Photograph(NamedTuple):
@@ -35,17 +39,30 @@ class Photograph(NamedTuple):
 def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
     """Return up to `at_most` images below a folder, evenly spaced over the sorted paths, so that classes mix.
 
+    Hidden files and files that are no images are counted in a warning, once for each folder.
+
     Raises:
         ValueError: there are no images, or at_most is below 1.
     """
     if at_most < 1:
         raise ValueError(f'expected at least 1 image to take, got {at_most}')
     is_folder = Path(folder).is_dir()
-    files = sorted(map(Path, find_images(folder).paths)) if is_folder else []
+    files: list[Path] = []
+    if is_folder:
+        found = find_images(folder)
+        files = sorted(map(Path, found.paths))
+        _warn(str(folder), describe_ignored(found.ignored))
     if not files:
-        found = 'which has none' if is_folder else 'which is no folder'
-        raise ValueError(f'expected a folder with images, got {folder}, {found}')
+        reason = 'which has none' if is_folder else 'which is no folder'
+        raise ValueError(f'expected a folder with images, got {folder}, {reason}')
     return [files[index] for index in choose(len(files), at_most)]
+
+
+@cache
+def _warn(folder: str, ignored: str) -> None:
+    # A report looks through its folder several times.
+    if ignored:
+        _logger.warning('ignored in %s, because they are hidden or no images: %s', folder, ignored)
 
 
 def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Photograph:

@@ -627,7 +627,7 @@ def test_what_macos_puts_next_to_images_is_no_image(tmp_path, caplog, form):
     loaders = create_loaders(data, (16, 16), 2, augment=Augmentation(repeats=1), num_workers=0)
     assert loaders.description == 'training: 6 images, 3 classes; validation: 6 images, 3 classes'
     assert [len(targets) for _, targets in loaders.validation] == [2, 2, 2]
-    assert caplog.text.count('6 files (6 ._*)') == 1
+    assert caplog.text.count('6 files (6 hidden)') == 1
 
 
 @pytest.mark.parametrize('form', ['folder', 'tar'])
@@ -640,6 +640,26 @@ def test_the_folder_that_macos_puts_next_to_class_folders_is_no_class(tmp_path, 
     data = make_tar(tmp_path / 'all.tar', folder) if form == 'tar' else folder
     _, names = create_eval_loader(data, (16, 16), 2, num_workers=0)
     assert names == CLASSES['val']
+
+
+@pytest.mark.parametrize('form', ['folder', 'tar', 'unsplit folder', 'unsplit tar'])
+def test_a_hidden_folder_is_no_class_and_its_images_are_counted(tmp_path, caplog, form):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b', '.ipynb_checkpoints'], 'val': ['a', 'b']}, images=4)
+    shutil.copytree(folder / 'train' / 'b', folder / 'train' / 'a' / '.thumbnails')
+    data = folder / 'train' if 'unsplit' in form else folder
+    data = make_tar(tmp_path / 'all.tar', data, data.name) if 'tar' in form else data
+    source = Source(dir=str(data), val_share=0.25)
+    loaders = create_loaders(source, (16, 16), 2, augment=Augmentation(repeats=1), num_workers=0)
+    assert loaders.class_names == ['a', 'b']
+    assert loaders.description == 'training: 6 images, 2 classes; validation: 2 images, 2 classes'
+    assert caplog.text.count('8 files (8 hidden)') == 1
+
+
+def test_a_hidden_folder_that_torchvision_takes_for_a_class_is_refused(tmp_path):
+    folder = make_folder(tmp_path, {'train': ['a', '.ipynb_checkpoints']})
+    source = Source(name='torch/image_folder', dir=str(folder), train_split='train')
+    with pytest.raises(ValueError, match=r'do not begin with a dot, got \.ipynb_checkpoints: .* data\.dir='):
+        open_train_split(source, 1)
 
 
 def test_one_class_is_a_warning(tmp_path, caplog):

@@ -30,6 +30,14 @@ def test_images_are_spread_over_the_classes(tmp_path):
     assert len(find_photographs(tmp_path, 100)) == 12
 
 
+def test_hidden_files_and_others_are_left_out_with_one_warning(tmp_path, caplog):
+    make_folder(tmp_path, {'val': ['a', '.thumbnails']}, images=2)
+    (tmp_path / 'val' / 'a' / 'x.heic').write_text('no image')
+    for _ in range(2):
+        assert len(find_photographs(tmp_path, 100)) == 2
+    assert caplog.text.count('3 files (1 .heic, 2 hidden)') == 1
+
+
 def test_image_files_are_found_whatever_the_case_of_their_names(tmp_path):
     for name in ('a.JPEG', 'b.Png'):
         (tmp_path / name).touch()
