@@ -11,10 +11,15 @@ from timm.data import Mixup, NaFlexMixup, create_transform
 from timm.data.auto_augment import posterize
 from timm.data.naflex_random_erasing import PatchRandomErasing
 from timm.data.random_erasing import RandomErasing
-from torchvision.transforms import Compose
+from timm.data.transforms import CenterCropOrPad, ResizeKeepRatio
+from torchvision.transforms import CenterCrop, Compose, Resize
+from torchvision.transforms.functional import pil_modes_mapping, resize
 
 from aft_vision.data.native import NativeShape
 from aft_vision.data.ranges import check_ranges, within
+
+# Pixels of a resized image, above which only its crop is resized: a row of 65,536 pixels at a shorter side of 256.
+LARGEST_RESIZED = 2**24
 
 
 @dataclass(frozen=True)
@@ -213,7 +218,47 @@ def eval_transform(img_size: tuple[int, int] | NativeShape, crop_pct: float) -> 
         crop_mode='center',
         use_prefetcher=True,
     )
-    return Compose([_to_rgb, *transform.transforms])
+    return Compose([_to_rgb, *crop_thin_images(transform).transforms])
+
+
+def crop_thin_images(transform: Compose) -> Compose:
+    """Return timm's evaluation transform with a resized crop that takes images of any shape in little memory."""
+    first, crop, *others = transform.transforms
+    keeps_ratio = isinstance(first, ResizeKeepRatio) or (isinstance(first, Resize) and isinstance(first.size, int))
+    if not keeps_ratio or not isinstance(crop, (CenterCrop, CenterCropOrPad)):
+        return transform
+    return Compose([_ResizedCrop(first, crop), *others])
+
+
+class _ResizedCrop:
+    """The resize and the centre crop of timm, where an image that would become large is cropped first.
+
+    With its shorter side resized to 256, an image of 1 x 40,000 pixels would have 256 x 10,240,000. Resizing only the
+    part that is kept gives the same pixels up to rounding. A side that would shrink below a pixel becomes one.
+    """
+
+    def __init__(self, resize: Any, crop: Any) -> None:
+        self.resize, self.crop = resize, crop
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        height, width = self._resized(image)
+        interpolation = self.resize.interpolation
+        if height * width <= LARGEST_RESIZED:
+            return self.crop(resize(image, [height, width], interpolation))
+        rows, columns = self.crop.size
+        top, left = round((height - rows) / 2), round((width - columns) / 2)
+        y, x = image.height / height, image.width / width
+        box = (left * x, top * y, (left + columns) * x, (top + rows) * y)
+        return image.resize((columns, rows), pil_modes_mapping[interpolation], box)
+
+    def _resized(self, image: Image.Image) -> tuple[int, int]:
+        """Return the height and width of the whole image, resized."""
+        size = self.resize.size
+        if isinstance(self.resize, ResizeKeepRatio):
+            height, width = self.resize.get_params(image, size, self.resize.longest)
+            return max(height, 1), max(width, 1)
+        longer = int(size * max(image.size) / min(image.size))
+        return (size, longer) if image.height <= image.width else (longer, size)
 
 
 def _size_arguments(size: tuple[int, int] | NativeShape) -> dict[str, Any]:

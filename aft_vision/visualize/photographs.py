@@ -12,6 +12,7 @@ from PIL.Image import Image
 from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_input_data_config
 from torch import Tensor, nn
 
+from aft_vision.data.augment import crop_thin_images
 from aft_vision.data.images import describe_ignored, find_images, open_image
 from aft_vision.sizes import default_size
 from aft_vision.visualize.figure import choose
@@ -106,7 +107,8 @@ def _crop(image: Image, config: dict[str, Any], size: tuple[int, int]) -> Tensor
     channels = config['input_size'][0]
     if channels not in (1, 3):
         raise ValueError(f'expected a model of images of 1 or 3 channels, got one of {channels}')
-    transform = create_transform(**{**config, 'input_size': (channels, *size)}, use_prefetcher=True)
+    options = {**config, 'input_size': (channels, *size)}
+    transform = crop_thin_images(create_transform(**options, use_prefetcher=True))
     return transform(image.convert('L') if channels == 1 else image)
 
 

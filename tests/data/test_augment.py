@@ -128,3 +128,34 @@ def test_an_impossible_crop_is_rejected(crop_pct: float):
 def test_an_impossible_augmentation_is_rejected(options: dict[str, float]):
     with pytest.raises(ValueError, match=next(iter(options))):
         Augmentation(**options)
+
+
+def ramp(height: int, width: int) -> Image.Image:
+    """A grey image that brightens to the right and to the bottom."""
+    rows, columns = np.linspace(0, 90, height)[:, None], np.linspace(0, 150, width)
+    return Image.fromarray((rows + columns).astype(np.uint8)).convert('RGB')
+
+
+@pytest.mark.parametrize('size', [(64, 64), (48, 80)])
+@pytest.mark.parametrize('shape', [(40, 900), (900, 40), (200, 200), (3, 300)])
+def test_a_crop_before_resizing_equals_one_after_it(monkeypatch, size, shape):
+    image, transform = ramp(*shape), eval_transform(size, 0.875)
+    after = transform(image)
+    monkeypatch.setattr('aft_vision.data.augment.LARGEST_RESIZED', 0)
+    torch.testing.assert_close(transform(image).int(), after.int(), rtol=0, atol=1)
+
+
+@pytest.mark.parametrize('size', [(224, 224), (224, 160)])
+@pytest.mark.parametrize('shape', [(1, 40_000), (40_000, 1)])
+def test_a_thin_image_is_evaluated_in_little_memory(monkeypatch, size, shape):
+    resize = Image.Image.resize
+
+    def bounded(image, size, *args):
+        assert size[0] * size[1] <= 2**24
+        return resize(image, size, *args)
+
+    monkeypatch.setattr('PIL.Image.Image.resize', bounded)
+    pixels = eval_transform(size, 0.875)(ramp(*shape))
+    assert pixels.shape == (3, *size)
+    # It shows the centre, which is less than a pixel of its length.
+    assert pixels.int().sub(int(ramp(*shape).getpixel((shape[1] // 2, shape[0] // 2))[0])).abs().max() <= 1

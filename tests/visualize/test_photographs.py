@@ -76,6 +76,14 @@ def test_the_model_sees_its_own_transform_of_timm(tmp_path: Path, crop_mode: str
     assert load_photograph(tmp_path / '0.png', model).pixels.shape == (448, 448, 3)
 
 
+@pytest.mark.parametrize('crop_mode', ['squash', 'border', 'center'])
+def test_a_thin_image_has_the_size_of_the_model(tmp_path: Path, crop_mode: str):
+    model = timm.create_model('aft_conv_tiny', **TINY)
+    model.pretrained_cfg.update(input_size=(3, 224, 224), crop_pct=0.9, crop_mode=crop_mode)
+    Image.new('RGB', (40_000, 1), 'white').save(tmp_path / 'thin.png')
+    assert load_image(tmp_path / 'thin.png', model).shape == (1, 3, 224, 224)
+
+
 def test_a_model_of_other_channels_is_named(tmp_path: Path):
     photographs(1, (32, 32))[0].save(tmp_path / '0.png')
     model = timm.create_model('aft_conv_tiny', **TINY, in_chans=4)
