@@ -3,9 +3,11 @@
 import logging
 import tarfile
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from timm.data import ImageDataset
 from torch.utils.data import Dataset
@@ -14,14 +16,21 @@ from aft_vision.data.images import CorruptImageError, open_image
 
 # If more images than this are skipped in a row, the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
+REMEDY = 'data.on_corrupt_image=skip, or --skip-corrupt of a tool, leaves such images out'
 
 _logger = logging.getLogger(__name__)
+
+
+@cache
+def _new_flags(count: int, *place: Any) -> torch.Tensor:
+    # Shared with the loading processes.
+    return torch.zeros(count, dtype=torch.bool).share_memory_()
 
 
 class CheckedDataset(Dataset, ABC):
     """A map-style data set that names images that cannot be decoded.
 
-    A subclass has `_read`, which returns an image and its class or raises a CorruptImageError, `_name`, and
+    A subclass has `_read`, which returns an image and its class or raises a CorruptImageError, `name_of`, and
     `transform`.
 
     Attributes:
@@ -30,23 +39,39 @@ class CheckedDataset(Dataset, ABC):
 
     on_corrupt = 'raise'
     transform: Any = None
+    _named: torch.Tensor | None = None
+
+    def skip_corrupt(self, instead: str, *place: Any) -> None:
+        """Skip images that cannot be decoded, and name each once in a run.
+
+        Args:
+            instead: `next` or `none`, for `on_corrupt`.
+            place: Where these images come from, by which a loader built later knows those that have been named.
+        """
+        self.on_corrupt, self._named = instead, _new_flags(len(self), *place)
 
     def __getitem__(self, index: int) -> Any:
         for position in range(index, index + MAX_SKIPPED_IN_A_ROW):
             try:
                 image, target = self._read(position % len(self))
             except CorruptImageError as error:
-                if self.on_corrupt == 'raise':
-                    raise
-                _logger.warning('skipped: %s', error)
+                self.report(position % len(self), error)
                 if self.on_corrupt == 'none':
                     return None
             else:
                 return image if self.transform is None else self.transform(image), target
         raise CorruptImageError(
             f'expected images that can be decoded, got {MAX_SKIPPED_IN_A_ROW} in a row that cannot, '
-            f'the first one {self._name(index)}'
+            f'the first one {self.name_of(index)}'
         )
+
+    def report(self, index: int, error: CorruptImageError) -> None:
+        """Raise the error of an image, or, where it is skipped, log it once."""
+        if self._named is None:
+            raise CorruptImageError(f'{error}; {REMEDY}') from error
+        if not self._named[index]:
+            self._named[index] = True
+            _logger.warning('skipped: %s', error)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -55,7 +80,8 @@ class CheckedDataset(Dataset, ABC):
     def _read(self, index: int) -> tuple[Any, int]: ...
 
     @abstractmethod
-    def _name(self, index: int) -> str: ...
+    def name_of(self, index: int) -> str:
+        """Return the name of an image for errors, which is its path if it has one."""
 
 
 class CheckedImageDataset(CheckedDataset, ImageDataset):
@@ -68,11 +94,13 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
         try:
             file, target, *_ = self.reader[index]
         except (OSError, tarfile.TarError) as error:
-            raise CorruptImageError(f'expected an image that can be read, got {self._name(index)}: {error}') from error
+            raise CorruptImageError(
+                f'expected an image that can be read, got {self.name_of(index)}: {error}'
+            ) from error
         with file:
-            return open_image(file, self._name(index)), target
+            return open_image(file, self.name_of(index)), target
 
-    def _name(self, index: int) -> str:
+    def name_of(self, index: int) -> str:
         # An image that a Hugging Face data set stores as bytes may have no path.
         return self.filename(index, absolute=True) or f'the image with index {index}'
 
@@ -94,6 +122,6 @@ class PartOfDataset(CheckedDataset):
         place = int(self.indices[index])
         return self.dataset._read(place) if isinstance(self.dataset, CheckedDataset) else self.dataset[place]
 
-    def _name(self, index: int) -> str:
+    def name_of(self, index: int) -> str:
         place = int(self.indices[index])
-        return self.dataset._name(place) if isinstance(self.dataset, CheckedDataset) else f'image {place}'
+        return self.dataset.name_of(place) if isinstance(self.dataset, CheckedDataset) else f'image {place}'

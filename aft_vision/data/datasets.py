@@ -68,8 +68,8 @@ class Source:
         num_classes: Number of classes, for data sets without this information; None otherwise.
         input_key, target_key: Names of the image and of the class in data sets with such names (`hfds/`, `wds/`, ...);
             None for timm's defaults.
-        on_corrupt_image: `raise` ends the run at an image that cannot be decoded; `skip` warns, and training takes the
-            next one, evaluation leaves it out. Of named data sets only `hfds/` can skip.
+        on_corrupt_image: `raise` ends the run at an image that cannot be decoded; `skip` warns of each once. Training
+            then takes the next one, and evaluation leaves it out. Of named data sets only `hfds/` can skip.
     """
 
     dir: str = ''
@@ -135,8 +135,8 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
     split = _open(source, (source.train_split,), batch_size, seed, is_training=True)
     if source.val_share is not None:
         split = _hold_apart(split, source, source.val_share, held=False)
-    if isinstance(split.dataset, CheckedDataset):
-        split.dataset.on_corrupt = 'next' if source.on_corrupt_image == 'skip' else 'raise'
+    if isinstance(split.dataset, CheckedDataset) and source.on_corrupt_image == 'skip':
+        split.dataset.skip_corrupt('next', 'train', source.dir, source.name, source.train_split, source.val_share)
     return split
 
 
@@ -148,8 +148,8 @@ def open_eval_split(source: Source, batch_size: int) -> Split:
     else:
         whole = _open(source, (source.train_split,), batch_size, seed=0, is_training=False)
         split = _hold_apart(whole, source, source.val_share, held=True)
-    if isinstance(split.dataset, CheckedDataset):
-        split.dataset.on_corrupt = 'none' if source.on_corrupt_image == 'skip' else 'raise'
+    if isinstance(split.dataset, CheckedDataset) and source.on_corrupt_image == 'skip':
+        split.dataset.skip_corrupt('none', 'evaluation', source.dir, source.name, source.eval_split, source.val_share)
     return split
 
 

@@ -1,9 +1,11 @@
 import gc
+import logging
 import pickle
 import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -267,7 +269,7 @@ def test_a_corrupt_image_is_named_with_its_path(tmp_path, kind):
         damage(tmp_path / split / 'b' / '1.png', kind)
     loaders = create_loaders(tmp_path, (16, 16), 4, augment=Augmentation(repeats=1), num_workers=0)
     for loader, split in ((loaders.train, 'train'), (loaders.validation, 'val')):
-        with pytest.raises(CorruptImageError, match=f'image that can be decoded, got .*{split}/b/1.png'):
+        with pytest.raises(CorruptImageError, match=rf'got .*{split}/b/1\.png: .*; data\.on_corrupt_image=skip'):
             list(loader)
 
 
@@ -288,6 +290,25 @@ def test_evaluation_leaves_a_skipped_image_out(tmp_path, kind, caplog):
     targets = evaluate(Source(dir=str(tmp_path), on_corrupt_image='skip'))[1]
     assert targets.tolist() == [0, 1, 1, 1, 1]
     assert 'val/a/1.png' in caplog.text
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_a_skipped_image_is_named_once_in_a_run(tmp_path, capfd, num_workers):
+    make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'b']}, images=3)
+    for split in ('train', 'val'):
+        damage(tmp_path / split / 'a' / '1.png', 'cut')
+    source = Source(dir=str(tmp_path), on_corrupt_image='skip')
+    loaders = [
+        create_loaders(source, (16, 16), 2, augment=Augmentation(repeats=1), num_workers=num_workers) for _ in range(2)
+    ]
+    # Logging without a handler writes to stderr, from the loading processes too.
+    with mock.patch.object(logging.getLogger(), 'handlers', []):
+        for epoch in range(3):
+            for each in loaders:
+                each.set_epoch(epoch)
+                assert [len(list(loader)) for loader in (each.train, each.validation)] == [3, 3]
+    shown = capfd.readouterr().err
+    assert [shown.count(f'{split}/a/1.png') for split in ('train', 'val')] == [1, 1]
 
 
 def test_a_batch_of_skipped_images_is_empty(tmp_path):

@@ -399,7 +399,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
 def test_an_image_larger_than_a_page_is_named(tmp_path):
     folder = make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']}, images=1, size=(2000, 1500))
-    with pytest.raises(ValueError, match=r'at most 8388608 bytes, .* got 9000000 for image 0; set max_resolution'):
+    message = r'got .*train/a/0\.png: 9000000 bytes are more than a page of the file, 8388608; set max_resolution'
+    with pytest.raises(ValueError, match=message):
         make_beton(tmp_path, folder, BetonOptions(raw_share=1.0))
 
 
@@ -440,11 +441,23 @@ def test_a_description_of_something_else_is_named(text, clothing, tmp_path):
         BetonDataset(tmp_path / 'val.beton')
 
 
-def test_an_image_that_ffcv_cannot_store_is_named(tmp_path):
-    folder = make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']}, images=1, size=(2000, 1))
-    with pytest.raises(ValueError, match='expected images that FFCV can store, got image 0: '):
-        make_beton(tmp_path, folder, BetonOptions(max_resolution=500))
+def test_an_image_that_ffcv_cannot_store_is_named_or_left_out(tmp_path):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']}, images=1)
+    Image.new('RGB', (70_000, 1)).save(folder / 'train' / 'a' / 'thin.png')
+    with pytest.raises(CorruptImageError, match=r'FFCV can store, got .*thin\.png: .*; set max_resolution; .*=skip'):
+        make_beton(tmp_path, folder)
     assert not list(tmp_path.glob('*beton*'))
+    source = Source(dir=str(folder), on_corrupt_image='skip', eval_split='train')
+    assert write_beton(open_eval_split(source, 1), tmp_path / 'train.beton', num_workers=0, progress=False) == 2
+
+
+@pytest.mark.parametrize(('size', 'stored'), [((3000, 4), (1, 500)), ((4, 3000), (500, 1)), ((3000, 6), (1, 500))])
+def test_a_side_that_would_shrink_to_nothing_is_stored_as_a_pixel(tmp_path, size, stored):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']}, images=1, size=size)
+    place = make_beton(tmp_path, folder, BetonOptions(max_resolution=500))
+    image = BetonDataset(place / 'train.beton')[1][0]
+    assert image.shape[:2] == stored
+    assert abs(image.astype(int) - 20).max() <= 1
 
 
 def test_native_shapes_are_rejected(squares):

@@ -128,10 +128,10 @@ class BetonDataset(CheckedDataset):
         image = np.empty((height, width, 3), np.uint8)
         # FFCV's own loader ignores this return value.
         if imdecode(content, image, height, width, height, width, 0, 0, 1, 1, False, False):
-            raise CorruptImageError(f'expected an image that can be decoded, got {self._name(index)}')
+            raise CorruptImageError(f'expected an image that can be decoded, got {self.name_of(index)}')
         return image, int(self.labels[index])
 
-    def _name(self, index: int) -> str:
+    def name_of(self, index: int) -> str:
         return f'image {index} of {self.path}'
 
 

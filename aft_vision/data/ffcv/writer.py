@@ -17,10 +17,13 @@ from tqdm import tqdm
 # First, because it checks that FFCV can be imported.
 from aft_vision.data.ffcv.loader import BetonDataset  # isort: skip
 from ffcv.fields import IntField, RGBImageField
+from ffcv.libffcv import resize_crop
 from ffcv.memory_allocator import MemoryAllocator
 from ffcv.writer import MIN_PAGE_SIZE, DatasetWriter
 
+from aft_vision.data.checked import CheckedDataset
 from aft_vision.data.datasets import Split
+from aft_vision.data.images import CorruptImageError
 from aft_vision.data.sampling import SAMPLE, derive_seed
 from aft_vision.files import replacing
 
@@ -87,9 +90,8 @@ def write_beton(
         The number of images, without those that the split skips.
 
     Raises:
-        ValueError: the split is a stream, of FFCV files or without an image, the path does not end in .beton, or an
-            image is too large.
-        CorruptImageError: an image cannot be decoded, and the split does not skip it.
+        ValueError: the split is a stream, of FFCV files or without an image, or the path does not end in .beton.
+        CorruptImageError: an image cannot be decoded or is too large, and the split does not skip it.
         OSError: the file cannot be written; the previous file is unchanged.
     """
     path, options = Path(path), options or BetonOptions()
@@ -135,16 +137,32 @@ class _EncodedDataset(Dataset):
             return 0, stored[0]
 
         try:
-            field.encode(metadata, np.array(image.convert('RGB')), allocate)
+            field.encode(metadata, _shrink(np.array(image.convert('RGB')), self.options.max_resolution), allocate)
+            if len(stored[0]) > self.options.page_size:
+                raise ValueError(f'{len(stored[0])} bytes are more than a page of the file, {self.options.page_size}')
         # OpenCV and numpy raise various errors for images whose sides FFCV cannot store.
         except Exception as error:
-            raise ValueError(f'expected images that FFCV can store, got image {index}: {error}') from error
-        if len(stored[0]) > self.options.page_size:
-            raise ValueError(
-                f'expected images of at most {self.options.page_size} bytes, which is a page of the file, got '
-                f'{len(stored[0])} for image {index}; set max_resolution'
-            )
+            self._report(index, error)
+            return None
         return Encoded(metadata, stored[0], int(target), index)
+
+    def _report(self, index: int, error: Exception) -> None:
+        is_checked = isinstance(self.dataset, CheckedDataset)
+        name = self.dataset.name_of(index) if is_checked else f'image {index}'
+        refused = CorruptImageError(f'expected an image that FFCV can store, got {name}: {error}; set max_resolution')
+        if not is_checked:
+            raise refused from error
+        self.dataset.report(index, refused)
+
+
+def _shrink(image: np.ndarray, longest: int | None) -> np.ndarray:
+    """Resize an image (H, W, 3) whose shorter side FFCV would shrink to nothing, so that a pixel of it is left."""
+    height, width = image.shape[:2]
+    if longest is None or longest * min(height, width) >= max(height, width):
+        return image
+    small = np.empty((1, longest, 3) if width > height else (longest, 1, 3), np.uint8)
+    resize_crop(image, 0, height, 0, width, small)
+    return small
 
 
 def _write(dataset: _EncodedDataset, path: Path, num_workers: int, progress: bool) -> list[tuple[int, int]]:
