@@ -12,13 +12,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aft_vision.files import replacing
 from aft_vision.ops.common.errors import first_line
-from train.layers import Layer, merge_checked, naming_sources, read_layers
+from train.layers import Layer, last_text, merge_checked, naming_sources, read_layers, typed_layers
 from train.model_section import (
     check_decoder,
     check_model,
     decoder_schema,
     decoder_takes,
     drop_foreign_arguments,
+    family_schema,
     model_schema,
     model_takes,
     native_shape,
@@ -54,7 +55,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
             file or `command line`, the key, the value and the nearest valid name.
     """
     images = issubclass(schema, Config)
-    layers = drop_foreign_arguments(read_layers(path, overrides), model_takes if images else decoder_takes)
+    layers = read_layers(path, overrides)
+    with naming_sources(path, layers):
+        name = last_text(layers, 'model.name', '')
+        layers = typed_layers(layers, schema, family_schema(name) if images else decoder_schema())
+    layers = drop_foreign_arguments(layers, model_takes if images else decoder_takes)
     keys = all_keys(schema, model_schema() if images else decoder_schema())
     with naming_sources(path, layers):
         built = build_config(layers, schema, list_optimizers(), keys)

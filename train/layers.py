@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aft_vision.ops.common.errors import first_line
 from train.suggest import unknown_key
+from train.values import Argument, read_yaml, typed
 
 # The source of a layer and its content; later layers win.
 Layer = tuple[str, Mapping[str, Any]]
@@ -22,12 +23,40 @@ YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 
 
 def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
-    """Read a file and its bases, the deepest first, and then the overrides.
+    """Read a file and its bases, the deepest first, and then the overrides; `typed_layers` gives their values a type.
 
     Raises:
         ValueError: a file cannot be read, or an override is malformed.
     """
     return [*_read_chain(Path(path)), *map(_read_override, overrides)]
+
+
+def typed_layers(layers: Sequence[Layer], schema: type, arguments: type | None) -> list[Layer]:
+    """Return layers with every value in the type of its key.
+
+    Args:
+        schema: The dataclass of the experiment.
+        arguments: The dataclass of the `model` section; None if the types of its arguments are not known.
+
+    Raises:
+        ValueError: a value is not valid YAML, or a number or a boolean only in YAML 1.1.
+    """
+    hints = _hints(schema) | {'model': {'name': str, **(_hints(arguments) if arguments is not None else {})}}
+    return [(source, typed(layer, hints)) for source, layer in layers]
+
+
+def last_text(layers: Sequence[Layer], key: str, default: str) -> str:
+    """Return a text of the last of the layers before `typed_layers` that sets it, as `section.key`, or the default."""
+    for _, layer in reversed(layers):
+        value: Any = layer
+        for name in key.split('.'):
+            # A section may be an argument of its own.
+            value = typed(value, Any) if isinstance(value, Argument) else value
+            value = value.get(name) if isinstance(value, Mapping) else None
+        found = typed(value, str, key)
+        if found is not None:
+            return found
+    return default
 
 
 def value_at(layers: Sequence[Layer], key: str, level: int, default: Any) -> Any:
@@ -144,28 +173,39 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
     if path.resolve() in above:
         raise ValueError(f'expected base files that end, got {path}, which builds on itself')
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+        content = read_yaml(path.read_text(encoding='utf-8'))
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f'expected valid YAML in {path}, got: {error}') from error
-    if not isinstance(content, dict):
-        raise ValueError(f'expected sections of keys in {path}, got a {type(content).__name__}')
+    if not isinstance(content, dict | list | None):
+        raise ValueError(f'expected valid YAML in {path}, with sections of keys, got: {content}')
+    if isinstance(content, list):
+        raise ValueError(f'expected sections of keys in {path}, got a list')
     if not content:
         raise ValueError(f'expected sections of keys in {path}, got an empty file')
-    base = content.pop('base', None)
-    if not isinstance(base, str | None):
-        raise ValueError(f'expected base in {path} to be the name of a file, got {base!r}')
+    base = typed(content.pop('base', None), str | None)
+    if not isinstance(base, str | None) or (base is not None and not (path.parent / base).exists()):
+        missing = ', which does not exist' if isinstance(base, str) else ''
+        raise ValueError(f'expected base in {path} to be the name of a file, got {base}{missing}')
     below = _read_chain(path.parent / base, (*above, path.resolve())) if base is not None else []
-    return [*below, (str(path), typing.cast(dict[str, Any], content))]
+    return [*below, (str(path), content)]
 
 
 def _read_override(override: str) -> Layer:
-    if '=' not in override:
+    key, equals, value = override.partition('=')
+    if not equals:
         raise ValueError(f'expected an override like section.key=value, got {override!r}')
-    try:
-        layer = OmegaConf.to_container(OmegaConf.from_dotlist([override]))
-    except yaml.YAMLError as error:
-        raise ValueError(f'expected a YAML value after = in the override {override!r}, got: {error}') from error
-    return COMMAND_LINE, typing.cast(dict[str, Any], layer)
+    layer: Any = Argument(value)
+    for name in reversed(key.split('.')):
+        layer = {name: layer}
+    return COMMAND_LINE, layer
+
+
+def _hints(schema: type) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass, and of the dataclasses in it."""
+    return {
+        each.name: _hints(typing.cast(type, each.type)) if dataclasses.is_dataclass(each.type) else each.type
+        for each in dataclasses.fields(schema)
+    }
 
 
 def as_yaml(value: Any) -> str:

@@ -80,7 +80,7 @@ def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
     if not timm.is_model(name):
         raise ValueError(unknown('model.name', name, timm.list_models(), 'a registered model'))
     _check_reserved(kwargs, RESERVED_MODEL_KEYS)
-    schema = _family_schema(name)
+    schema = family_schema(name)
     if schema is not None:
         return {'name': name, **check_arguments(kwargs, schema, keys)}
     check_numbers(kwargs)
@@ -185,7 +185,7 @@ def model_takes(name: str, key: str, value: Any) -> bool:
     """Return whether a registered model has a keyword argument; True if the model is not registered."""
     if not timm.is_model(name):
         return True
-    schema = _family_schema(name)
+    schema = family_schema(name)
     if schema is not None:
         return key in {field.name for field in dataclasses.fields(schema)}
     try:
@@ -212,8 +212,10 @@ def _check_reserved(kwargs: Mapping[str, Any], reserved: Mapping[str, str]) -> N
         raise ValueError(f'model.{key} = {kwargs[key]!r} is not for an experiment: {reserved[key]}')
 
 
-def _family_schema(name: str) -> type | None:
-    """Return the keyword arguments of a registered model if it is a ViT or an AFT model."""
+def family_schema(name: str) -> type | None:
+    """Return the keyword arguments of a model if it is a ViT or an AFT model, or no registered one."""
+    if not timm.is_model(name):
+        return model_schema()
     module = timm.models.model_entrypoint(name).__module__
     return model_schema(module) if module.startswith('aft_vision.') or module in VIT_MODULES else None
 

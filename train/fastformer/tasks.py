@@ -13,7 +13,7 @@ from train.fastformer.recommendation import RecommendationRun
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.summarization import SummarizationRun
-from train.layers import naming_sources, read_layers
+from train.layers import last_text, naming_sources, read_layers, typed_layers
 from train.suggest import unknown
 
 TASKS: dict[str, type[TextRun]] = {
@@ -31,12 +31,13 @@ def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextCon
         ValueError: an unknown task or key, a value of the wrong type or range, or a file that cannot be read.
     """
     layers = read_layers(path, overrides)
-    task = next((layer['task'] for _, layer in reversed(layers) if 'task' in layer), 'classification')
     optimizers = (name.value for name in OptimizerNames)
     with naming_sources(path, layers):
+        task = last_text(layers, 'task', 'classification')
         if not isinstance(task, str) or task not in TASKS:
             raise ValueError(unknown('task', task, TASKS, 'a task'))
         schema = TASKS[task].schema
-        keys = all_keys(schema, schema.model_schema())
+        arguments = schema.model_schema()
+        keys, layers = all_keys(schema, arguments), typed_layers(layers, schema, arguments)
         built = build_config(layers, schema, optimizers, keys)
         return dataclasses.replace(built, model=built.check_model(keys))

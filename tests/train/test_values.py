@@ -1,0 +1,114 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train.config import load_config, save_config
+from train.convert_schema import ConvertConfig
+from train.fastformer.tasks import load_text_config
+from train.schema import Config
+from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
+
+SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke'
+# The schema of each trainer, none for those of texts, and keys of text.
+TEXTS = {
+    'clothing_demo': (Config, 'run.dir data.dir data.train_split run.init_from model.mixer'),
+    'convert': (ConvertConfig, 'run.dir distill.teacher model.mixer'),
+    'pixel': (PixelConfig, 'run.dir data.dir'),
+    'char': (CharConfig, 'data.file model.mixer'),
+    'fastformer': (None, 'run.dir data.path data.label_column'),
+    'conversion': (None, 'run.dir data.path'),
+    'recommendation': (None, 'data.path'),
+    'summarization': (None, 'data.path data.summary_column'),
+}
+# Texts that YAML 1.1 or 1.2 takes for a number, a boolean, an anchor, a comment or a mapping.
+LIKE_OTHERS = '20240501_1200 007 0123 12:30:00 1e3 1.10 no on true 1_000 0x1F .5 &a {b: .inf - 1__0'.split()
+LIKE_OTHERS += ['a #b', 'a: b', ' a', '[01]', "it's"]
+
+
+def load(name: str, *overrides: str, path: Path | None = None) -> Any:
+    schema = TEXTS[name][0]
+    path = path or SMOKE / f'{name}.yaml'
+    return load_text_config(path, overrides) if schema is None else load_config(path, overrides, schema)
+
+
+def value_of(config: Any, key: str) -> Any:
+    section, name = key.split('.')
+    found = getattr(config, section)
+    return found[name] if isinstance(found, dict) else getattr(found, name)
+
+
+@pytest.mark.parametrize('name', TEXTS)
+def test_a_text_on_the_command_line_keeps_its_characters(tmp_path, name):
+    keys = TEXTS[name][1].split()
+    for text in LIKE_OTHERS if name == 'clothing_demo' else LIKE_OTHERS[:5]:
+        config = load(name, *(f'{key}={text}' for key in keys))
+        assert {key: value_of(config, key) for key in keys} == dict.fromkeys(keys, text)
+        save_config(config, tmp_path / 'config.yaml')
+        assert load(name, path=tmp_path / 'config.yaml') == config
+
+
+@pytest.mark.parametrize('text', ['20240501_1200', '007', '12:30:00', '1e3', '1.10', 'no', '1_000', '0o17'])
+def test_an_unquoted_text_in_a_file_keeps_its_characters(tmp_path, text):
+    base, file = tmp_path / text, tmp_path / 'file.yaml'
+    base.write_text(f'data: {{dir: {text}, train_split: "{text}"}}\n')
+    file.write_text(f'base: {text}\nmodel: {{name: aft_conv_tiny, mixer: {text}}}\nrun: {{dir: {text}}}\n')
+    config = load_config(file)
+    assert (config.data.dir, config.data.train_split, config.run.dir, config.model['mixer']) == (text,) * 4
+
+
+def test_each_text_of_a_list_keeps_its_characters():
+    config = load('fastformer', 'data.text_columns=[01, no, "2", 1.10]')
+    assert config.data.text_columns == ['01', 'no', '2', '1.10']
+
+
+def test_quotes_around_a_text_are_no_part_of_it_and_null_without_them_is_none():
+    config = load('clothing_demo', 'run.dir="0123"', "run.init_from='null'", 'data.dir=', 'data.eval_split=null')
+    assert (config.run.dir, config.run.init_from, config.data.dir, config.data.eval_split) == ('0123', 'null', '', None)
+
+
+def test_numbers_and_booleans_are_those_of_yaml_1_2():
+    section = load(
+        'clothing_demo', 'optim.lr=1e-3', 'data.batch_size=0x1E', 'optim.weight_decay=.5', 'run.compile=True'
+    )
+    assert (section.optim.lr, section.data.batch_size, section.optim.weight_decay, section.run.compile) == (
+        1e-3,
+        30,
+        0.5,
+        True,
+    )
+    # Arguments of any type.
+    config = load('clothing_demo', 'optim.args={eps: 5e-4, a: 1_000, b: no, c: 0o17, d: [010, 1.0]}')
+    assert config.optim.args == {'eps': 5e-4, 'a': '1_000', 'b': 'no', 'c': 15, 'd': ['010', 1.0]}
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('schedule.epochs=1:30', "schedule.epochs = '1:30' is a number only in YAML 1.1, which reads 90; "),
+        ('data.batch_size=010', "data.batch_size = '010' is a number only in YAML 1.1, which reads 8; "),
+        ('data.batch_size="1_000"', "data.batch_size = '1_000' is a number only in YAML 1.1, which reads 1000; "),
+        ('data.img_size=[064,64]', "data.img_size = '064' is a number only in YAML 1.1, which reads 52; "),
+        ('run.cpu_threads=0b11', "run.cpu_threads = '0b11' is a number only in YAML 1.1, which reads 3; "),
+        ('optim.lr=1_0.5', "optim.lr = '1_0.5' is a number only in YAML 1.1, which reads 10.5; "),
+        ('data.batch_size=08', "data.batch_size = '08' has a leading 0; "),
+        ('model.depth=010', "model.depth = '010' is a number only in YAML 1.1, which reads 8; "),
+        ('run.compile=no', "run.compile = 'no' is a boolean only in YAML 1.1; write false"),
+        ('optim.args={eps: 1, eps: 2}', 'found duplicate key eps'),
+    ],
+)
+def test_a_number_or_a_boolean_of_yaml_1_1_is_refused_by_its_key(tmp_path, override, message):
+    with pytest.raises(ValueError, match=r'^command line: ') as error:
+        load('clothing_demo', override)
+    assert message in str(error.value)
+    section, key, value = *override.partition('=')[0].split('.'), override.partition('=')[2]
+    file = tmp_path / 'file.yaml'
+    file.write_text(f'base: {SMOKE / "clothing_demo.yaml"}\n{section}: {{{key}: {value}}}\n')
+    with pytest.raises(ValueError, match=r'file\.yaml') as error:
+        load_config(file)
+    assert message in str(error.value)
+
+
+def test_a_recipe_of_recall_reads_numbers_alike():
+    with pytest.raises(ValueError, match=r"data\.pairs = '1:30' is a number only in YAML 1\.1"):
+        load_config(SMOKE.parent / 'small' / 'recall.yaml', ['data.pairs=1:30'], RecallConfig)
