@@ -32,7 +32,9 @@ FFCV_STAMP := $(VENV)/.ffcv
 export PYTHONDONTWRITEBYTECODE :=
 SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
 
-.PHONY: install ffcv test distributed sanitize fuzz lint gpu timm-suite demo results docs package clean
+SHELL := bash
+
+.PHONY: install ffcv test distributed sanitize fuzz lint gpu timm-suite demo results docs findings package clean
 
 install: $(STAMP)
 
@@ -116,6 +118,12 @@ docs: $(STAMP)
 	$(PY) -m pip install --quiet -e '.[docs]'
 	$(PY) docs/make_site.py
 	@echo 'Open build/site/index.html, or serve it: $(PY) -m http.server --directory build/site'
+
+# The surprises of other tools, in findings/: a line each. Each installs its packages; make findings PY=INTERPRETER does not
+findings:
+	@set -o pipefail; for each in findings/*.sh; do \
+	said="$$($(if $(findstring file,$(origin PY)),,PY='$(PY)') $$each 2>/dev/null | tail -1)" && echo "as written: $$(basename $$each .sh): $$said" \
+	|| { echo "CHANGED: $$(basename $$each .sh): $$said"; failed=1; }; done; test -z "$$failed"
 
 # The sdist, and the wheel from it, in dist/. The wheel is tried in an empty environment: it is its only package, the
 # checkout is not on the path, and the dependencies of aft_vision (torch, timm, ...) are read from $(VENV), without the
