@@ -6,7 +6,6 @@
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.image_utils import SizeDict
@@ -38,7 +37,7 @@ class AFTVisionConfig(PretrainedConfig):
                 'architectures': ['AFTVisionForImageClassification'],
                 'id2label': dict(enumerate(names)),
                 'label2id': {name: index for index, name in enumerate(names)},
-                **{name: config[name] for name in ('auto_map', 'network') if name in config},
+                **{name: config[name] for name in ('auto_map', 'network', 'problem_type') if name in config},
             }
         return config, unused
 
@@ -123,14 +122,16 @@ class AFTVisionForImageClassification(AFTVisionPreTrainedModel):
         labels: Tensor | None = None,
         return_dict: bool | None = None,
     ) -> ImageClassifierOutput | tuple[Tensor, ...]:
-        """Compute logits (B, classes), and with labels (B,) the cross-entropy.
+        """Compute logits (B, classes), and with labels the loss of transformers for `config.problem_type`.
 
         Args:
             pixel_values: (B, channels, H, W).
             attn_mask: (B, tokens) or (B, H / patch, W / patch) bool, True where a patch counts.
-            labels: (B,) indices of classes.
+            labels: (B,) indices of classes for 'single_label_classification'; (B, classes) of 0. and 1. for
+                'multi_label_classification', or numbers for 'regression'. If `problem_type` is None, one output means
+                regression, and otherwise the data type of the labels decides: integers are single labels.
         """
         logits = self.network(pixel_values, attn_mask)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
         output = ImageClassifierOutput(loss=loss, logits=logits)
         return output.to_tuple() if return_dict is False else output

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from timm.data import create_transform, resolve_model_data_config
 from timm.layers import SwiGLU
 from timm.utils import reparameterize_model
@@ -154,13 +155,13 @@ def test_the_mean_of_many_large_tokens_in_half_precision_is_finite(dtype, pool, 
     helpers.assert_close(got, expected, torch.finfo(dtype).eps, pool)
 
 
-def make_classifier() -> Any:
+def make_classifier(num_classes: int = 3) -> Any:
     """The model of transformers, float64, with the weights of `make_model`."""
     pytest.importorskip('transformers')
     from aft_vision.export.modeling_aft_vision import AFTVisionConfig, AFTVisionForImageClassification
 
-    model = make_model(**MODELS['conv'])
-    config = AFTVisionConfig(network=asdict(describe(model)), id2label=dict(enumerate('abc')))
+    model = make_model(**MODELS['conv'], num_classes=num_classes)
+    config = AFTVisionConfig(network=asdict(describe(model)), id2label=dict(enumerate('abc'[:num_classes])))
     classifier = AFTVisionForImageClassification(config)
     classifier.network.load_state_dict(model.state_dict())
     return classifier.double()
@@ -174,6 +175,26 @@ def test_an_argument_that_the_models_of_transformers_lack_is_rejected(name):
     for model in (classifier, AFTVisionModel(classifier.config)):
         with pytest.raises(TypeError, match=name):
             model(helpers.randn(1, 3, 24, 32), **{name: True})
+
+
+@pytest.mark.parametrize(
+    ('problem', 'labels', 'loss'),
+    [
+        ('single_label_classification', [2, 0], F.cross_entropy),
+        (None, [2, 0], F.cross_entropy),
+        ('multi_label_classification', [[1.0, 0, 1], [0, 0, 0]], F.binary_cross_entropy_with_logits),
+        (None, [[1.0, 0, 1], [0, 0, 0]], F.binary_cross_entropy_with_logits),
+        ('regression', [[0.5, 1, 2], [-2.0, 0, 1]], F.mse_loss),
+        (None, [[0.5], [-2.0]], F.mse_loss),
+    ],
+)
+def test_the_loss_is_that_of_the_problem_type_or_else_of_the_labels(problem, labels, loss):
+    classifier = make_classifier(1 if loss is F.mse_loss and problem is None else 3)
+    classifier.config.problem_type = problem
+    labels = torch.tensor(labels)
+    labels = labels.double() if labels.is_floating_point() else labels
+    output = classifier(helpers.randn(2, 3, 24, 32), labels=labels)
+    torch.testing.assert_close(output.loss, loss(output.logits, labels))
 
 
 def test_trainer_takes_the_same_step_with_and_without_accumulation(tmp_path):
