@@ -297,6 +297,11 @@ def _write_weights(
     if data_config and 'input_size' in data_config:
         model = copy.deepcopy(model)
         record_size(model, data_config['input_size'][-2:])
+    # safetensors takes no other layout, such as channels_last.
+    if not all(tensor.is_contiguous() for tensor in model.state_dict().values()):
+        model = copy.deepcopy(model)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.contiguous()
     _check_rebuilt(model)
     timm.models.save_for_hf(
         model,

@@ -228,6 +228,20 @@ def test_the_card_of_a_program_says_the_smallest_image(tmp_path):
     assert 'at least' not in model_card(fixed, files=['model.pt2'])
 
 
+def test_a_model_in_channels_last_is_exported_and_stays_as_it_is(tmp_path):
+    models = {
+        'conv': make_aft(),
+        'pyramid': timm.create_model('aft_pyramid_nano', depths=(1, 1, 1, 1), num_classes=2).eval(),
+    }
+    for name, model in models.items():
+        export_model(model, tmp_path / f'{name} before', ['boot', 'hat'])
+        model.to(memory_format=torch.channels_last)
+        export_hub_folder(model, tmp_path / name, parts=['code'])
+        files = [tmp_path / folder / 'model.safetensors' for folder in (name, f'{name} before')]
+        assert files[0].read_bytes() == files[1].read_bytes()
+        assert not all(x.is_contiguous() for x in model.parameters())
+
+
 def test_a_model_without_standalone_form_is_written_only_without_the_code(tmp_path):
     model = make_aft(act_layer='mish')
     with pytest.raises(ValueError, match=r'Mish .* an export without the code'):
