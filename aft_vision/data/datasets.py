@@ -62,6 +62,7 @@ class Source:
         val_share: Share of the training images, in (0, 1), to hold out for evaluation instead of the validation split;
             the rest is for training. It is drawn class by class. A folder or tar file of class folders without splits
             is divided in the same way. None holds out nothing.
+        val_share_without_split: `val_share` of a data set that has no evaluation split; None for an error.
         val_seed: Seed of that draw, in [0, 2**32); separate from the seed of the run, so that runs have the same
             images.
         download: Download a named data set if it is missing.
@@ -77,6 +78,7 @@ class Source:
     train_split: str = 'train'
     eval_split: str | None = None
     val_share: float | None = within('(0, 1)', None)
+    val_share_without_split: float | None = within('(0, 1)', None)
     val_seed: int = within('[0, 4294967296)', 0)
     download: bool = False
     num_classes: int | None = within('[1, inf)', None)
@@ -124,6 +126,17 @@ class Split:
         targets = _targets(self.dataset)
         found = len(self.class_names) if targets is None else len(np.unique(targets))
         return f'{len(self.dataset)} images, {found} {"class" if found == 1 else "classes"}'
+
+
+def with_evaluation_images(source: Source) -> Source:
+    """Return the source with `val_share_without_split` as its `val_share` if it has no evaluation split."""
+    if source.val_share_without_split is None or source.val_share is not None:
+        return source
+    try:
+        open_eval_split(source, 1)
+    except MissingSplitError:
+        return replace(source, val_share=source.val_share_without_split)
+    return source
 
 
 def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:

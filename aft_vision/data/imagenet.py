@@ -17,7 +17,14 @@ from timm.data.naflex_loader import NaFlexPrefetchLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from aft_vision.data.augment import Augmentation, eval_transform, native_mixup, train_transform
-from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split, open_train_split
+from aft_vision.data.datasets import (
+    Source,
+    Split,
+    check_same_classes,
+    open_eval_split,
+    open_train_split,
+    with_evaluation_images,
+)
 from aft_vision.data.native import NativeShape
 from aft_vision.data.sampling import EpochSampler, SeededDataset, Share, SizeSchedule
 
@@ -119,7 +126,7 @@ def create_loaders(
             splits differ, an update is larger than the training split or cannot be divided evenly, or the data set does
             not support an option.
     """
-    source, share = as_source(source), share or Share()
+    source, share = with_evaluation_images(as_source(source)), share or Share()
     sizes = train_size if isinstance(train_size, SizeSchedule) else SizeSchedule((train_size,))
     evaluation = evaluation or Preprocessing(sizes.sizes[-1])
     images = share.part_size(batch_size)
@@ -154,7 +161,7 @@ def create_eval_loader(
     Returns:
         The loader, with every image of this process once in file order, and the class names by index.
     """
-    source, share = as_source(source), share or Share()
+    source, share = with_evaluation_images(as_source(source)), share or Share()
     split = open_eval_split(source, batch_size)
     if share.rank == 0:
         _warn(source, split)

@@ -23,7 +23,7 @@ from aft_vision.data import (
     create_eval_loader,
     create_loaders,
 )
-from aft_vision.data.datasets import find_split, open_eval_split, open_train_split
+from aft_vision.data.datasets import find_split, open_eval_split, open_train_split, with_evaluation_images
 
 PLAIN = Preprocessing((16, 16), crop_pct=1.0, mean=(0, 0, 0), std=(1, 1, 1))
 
@@ -545,6 +545,23 @@ def test_a_share_of_the_training_images_is_held_apart_by_class(tmp_path, layout)
     assert (trained, held, targets) == expected
     assert divide(Source(dir=str(root), val_share=0.1), seed=5)[1] == held
     assert divide(Source(dir=str(root), val_share=0.1, val_seed=1))[1] != held
+
+
+def test_a_share_is_held_apart_only_if_there_is_no_evaluation_split(tmp_path):
+    undivided, half = tmp_path / 'undivided', tmp_path / 'half'
+    make_numbered(undivided, COUNTS)
+    make_numbered(half / 'train', COUNTS)
+    for root in (undivided, half, make_tar(tmp_path / 'undivided.tar', undivided)):
+        source = with_evaluation_images(Source(dir=str(root), val_share_without_split=0.2))
+        assert source.val_share == 0.2
+        assert len(divide(source)[1]) == 13
+    make_folder(half, {'val': list(COUNTS)}, images=3)
+    source = Source(dir=str(half), val_share_without_split=0.2)
+    assert with_evaluation_images(source) == source
+    held = Source(dir=str(half), val_share=0.1, val_share_without_split=0.2)
+    assert with_evaluation_images(held).val_share == 0.1
+    with pytest.raises(ValueError, match='which is not one'):
+        with_evaluation_images(Source(dir=str(tmp_path / 'absent'), val_share_without_split=0.2))
 
 
 def test_processes_share_out_the_held_images(tmp_path):
