@@ -8,14 +8,17 @@ the accuracy by class and by size of the files, and right and wrong answers. It 
 6 to 8) and how sparse they are, the average relative attention (Fig. 5), and for each photograph the prediction, the
 keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint
 are next to them; with --vit, the attention of a ViT. The curves of training are on it where summary.csv is next to
-the checkpoint. The page is one file and asks nothing of a network (needs matplotlib).
+the checkpoint, the accuracy by image size where eval_resolution.json of tools.eval_resolution is. The page is one file
+and asks nothing of a network (needs matplotlib).
 """
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from tools.arguments import CommandParser, add_device, add_size, check_out, parse_positive
@@ -58,15 +61,19 @@ from aft_vision import __version__
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
 from aft_vision.evaluate import load_model, read_record
+from aft_vision.resolution import draw_sizes
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import (
     Report,
+    Section,
     describe_targets,
+    figure_png,
     find_photographs,
     read_history,
     render_page,
     report_sections,
 )
+from aft_vision.visualize.page import picture
 from tools.results import read_config
 
 
@@ -85,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
     check_out(out, args.checkpoint, args.before, Path(args.vit) if args.vit else None)
     words = sys.argv[1:] if argv is None else argv
     report = collect(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
-    sections = report_sections(report)
+    sections = [*report_sections(report)]
+    sizes = folder / 'eval_resolution.json'
+    if sizes.is_file():
+        first = sum(section.title in ('Model', 'Training') for section in sections)
+        sections.insert(first, Section('Image sizes', partial(sizes_section, sizes)))
     parts = []
     with tqdm(sections, unit='section', disable=None) as progress:
         for section in progress:
@@ -118,6 +129,13 @@ def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
         query=(args.query[0] - 1, args.query[1] - 1) if args.query else None,
         max_heads=args.max_heads,
     )
+
+
+def sizes_section(path: Path) -> str:
+    """Draw the accuracies by image size that tools.eval_resolution wrote."""
+    found = json.loads(path.read_text())
+    alt = f'Accuracy, speed and memory at {len(found["sizes"])} image sizes'
+    return picture(figure_png(draw_sizes(found['sizes'], found['train_size'])), alt)
 
 
 def origin(command: str) -> dict[str, str]:

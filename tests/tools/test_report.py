@@ -1,5 +1,6 @@
 import base64
 import io
+import json
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ CHROMIUM = next(
 )
 CONV = dict(depth=1, embed_dim=8, patch_size=8, num_heads=4, kernel_size=3, num_classes=3)
 VIT = dict(depth=1, embed_dim=8, patch_size=8, num_heads=2, num_classes=3, img_size=32)
+SPEEDS = ('images_per_second', 'peak_memory_mb')
 VOID = {'meta', 'img', 'link', 'br'}
 
 
@@ -66,6 +68,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vit = save(folder / 'vit.pth', 'vit_tiny_patch16_224', VIT)
     (folder / 'summary.csv').write_text('epoch,train_loss,eval_top1\n0,2.0,30.0\n1,1.5,41.25\n')
     (folder / 'config.yaml').write_text('optim: {label_smoothing: 0.1}\naugment: {mixup: 0.0, cutmix: 0.0}\n')
+    rows = [
+        {'height': side, 'width': side, 'top1': 40.0, 'top5': 80.0, 'samples': 10} | dict.fromkeys(SPEEDS, 1.0)
+        for side in (32, 64)
+    ]
+    (folder / 'eval_resolution.json').write_text(json.dumps({'train_size': [32, 32], 'sizes': rows}))
     for name, image in zip(('shoe', 'shirt', 'shirt'), photographs(3, (48, 40)), strict=True):
         (folder / 'images' / name).mkdir(exist_ok=True, parents=True)
         image.save(folder / 'images' / name / f'{len(list((folder / "images" / name).iterdir()))} & co.png')
@@ -78,7 +85,15 @@ def test_the_page_is_well_formed_and_has_every_section(report):
     text = report.read_text()
     page = Page(text)
     assert not page.open
-    titles = ['Model', 'Training', 'Accuracy', 'Position biases', 'Average relative attention', 'shirt/0 &amp; co.png']
+    titles = [
+        'Model',
+        'Training',
+        'Image sizes',
+        'Accuracy',
+        'Position biases',
+        'Average relative attention',
+        'shirt/0 &amp; co.png',
+    ]
     assert [title for title in titles if f'<h2>{title}</h2>' not in text] == []
     assert len(page.all('h1')) == 1
     identifiers = {f'#{section["id"]}' for section in page.all('section')}
@@ -97,8 +112,8 @@ def test_the_page_asks_for_nothing_and_runs_nothing(report):
 
 def test_every_picture_decodes_and_says_what_it_shows(report):
     pictures = Page(report.read_text()).all('img')
-    # Curves, examples, biases, relative attention, and keys and implicit attention of a photograph.
-    assert len(pictures) == 6
+    # Curves, sizes, examples, biases, relative attention, and keys and implicit attention of a photograph.
+    assert len(pictures) == 7
     for picture in pictures:
         image = Image.open(io.BytesIO(base64.b64decode(picture['src'].partition('base64,')[2])))
         image.load()
