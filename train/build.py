@@ -32,15 +32,26 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     if config.distill.teacher is not None:
         teacher = load_teacher(config.distill, class_names, training_sizes(config))
     random_seed(config.run.seed)
-    model = build_model(name, **kwargs)
+    start = config.run.init_from
+    model: Any = build_model(name, **{**kwargs, 'pretrained': bool(kwargs.get('pretrained')) and start is None})
     check_image_sizes(model, config)
-    if config.run.init_from is not None:
-        initialize_model(model, config.run.init_from, config.run.reset_head)
+    if start is not None:
+        initialize_model(model, start, config.run.reset_head)
+    elif config.run.reset_head:
+        model.reset_classifier(len(class_names))
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
     rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
     described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names}
     return state, {**described, 'data_config': described_preprocessing(config)}
+
+
+def describe_start(config: Config) -> str:
+    """Describe the weights that a run starts from; '' for random ones."""
+    overlay = config.model.get('pretrained_cfg_overlay') or {}
+    named = overlay.get('file') or f'the weights of {config.model["name"]}'
+    start = config.run.init_from or (named if config.model.get('pretrained') else '')
+    return f'from {start}{", with a new classifier" if config.run.reset_head else ""}' if start else ''
 
 
 def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Module, Any]:

@@ -20,6 +20,7 @@ from train.model_section import (
     decoder_takes,
     drop_foreign_arguments,
     family_schema,
+    fill_preprocessing,
     model_schema,
     model_takes,
     native_shape,
@@ -60,6 +61,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
         name = last_text(layers, 'model.name', '')
         layers = typed_layers(layers, schema, family_schema(name) if images else decoder_schema())
     layers = drop_foreign_arguments(layers, model_takes if images else decoder_takes)
+    layers = fill_preprocessing(layers) if images else layers
     keys = all_keys(schema, model_schema() if images else decoder_schema())
     with naming_sources(path, layers):
         built = build_config(layers, schema, list_optimizers(), keys)

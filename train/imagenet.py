@@ -32,13 +32,14 @@ from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate, load_model
 from aft_vision.export import export_model
 from aft_vision.visualize import describe_targets, draw_history, save_figure
-from train.build import build_evaluation, build_loaders, build_state
+from train.build import build_evaluation, build_loaders, build_state, describe_start
 from train.checkpoint import BEST, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
 from train.model_section import model_schema
 from train.run import check_run_dir, find_run_dir, train_run
+from train.schedule import with_min_updates
 from train.schema import Config
 from train.state import AMP_DTYPES, TrainState
 
@@ -83,7 +84,11 @@ def train_classifier(
     loaders = build_loaders(config, world)
     if world.is_primary:
         print(loaders.description)
+    config = with_min_updates(config, len(loaders.train) // config.optim.accumulate)
     state, description = build_state(config, loaders, world)
+    start = describe_start(config)
+    if world.is_primary and start:
+        print(start)
     if world.is_primary and config.distill.teacher is not None:
         print(f'distilled from {config.distill.teacher} ({config.distill.kind})')
     with lock_run(run_dir) if world.is_primary else nullcontext():

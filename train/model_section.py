@@ -11,11 +11,14 @@ from typing import Any, Literal
 import timm
 import torch
 from omegaconf import OmegaConf
+from timm.data import resolve_data_config, resolve_model_data_config
+from timm.models import PretrainedCfg
 from torch import nn
 
 from aft_vision.commandline import say
 from aft_vision.data import NativeShape
 from aft_vision.data.ranges import Range, check_range
+from aft_vision.evaluate import load_model
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
 from aft_vision.models.transfer_source import build_model
@@ -43,6 +46,8 @@ WEIGHT_MEANINGS = {
     'pretrained': "Whether training starts from timm's weights of that name.",
     'pretrained_cfg_overlay': "Changes to timm's configuration of those weights, such as `{file: FILE}`.",
 }
+# Keys of `data` that null takes from the weights or the model.
+OF_MODEL = ('img_size', 'crop_pct')
 # The text of `--keys` for an argument whose default depends on the model, and for one without a description.
 OF_NAME, OF_TIMM = '(of model.name)', "As in timm's VisionTransformer."
 # Arguments of pixel and character models that not every mixer has.
@@ -157,6 +162,39 @@ def native_shape(config: Config) -> NativeShape | None:
         return None if tokens is None else naflex_shape(build_on_meta(config.model), tokens)
     except ValueError as error:
         raise ValueError(f'data.max_tokens: {error}') from error
+
+
+def fill_preprocessing(layers: Sequence[Layer]) -> list[Layer]:
+    """Replace null in `data.img_size` and `data.crop_pct` by the values of `run.init_from`, otherwise of the model.
+
+    Raises:
+        ValueError: `run.init_from` is not a checkpoint or an exported folder.
+    """
+    filled = list(layers)
+    known: dict[str, Any] = {}
+    for index, (source, layer) in enumerate(layers):
+        data: Any = layer.get('data')
+        missing = [key for key in OF_MODEL if key in data and data[key] is None] if isinstance(data, Mapping) else []
+        if missing:
+            known = known or _known_preprocessing(layers)
+            filled[index] = (source, {**layer, 'data': {**data, **{key: known[key] for key in missing}}})
+    return filled
+
+
+def _known_preprocessing(layers: Sequence[Layer]) -> dict[str, Any]:
+    sections = [
+        {key: layer[key] for key in ('model', 'run') if isinstance(layer.get(key), Mapping)} for _, layer in layers
+    ]
+    merged: Any = OmegaConf.merge({'model': {}, 'run': {}}, *sections)
+    start, name = merged.run.get('init_from'), merged.model.get('name')
+    if start is not None:
+        found = resolve_model_data_config(load_model(start))
+    else:
+        cfg = timm.get_pretrained_cfg(str(name)) or PretrainedCfg()
+        found = resolve_data_config(
+            pretrained_cfg={**cfg.to_dict(), **(merged.model.get('pretrained_cfg_overlay') or {})}
+        )
+    return {'img_size': list(found['input_size'][-2:]), 'crop_pct': found['crop_pct']}
 
 
 def drop_foreign_arguments(layers: Sequence[Layer], takes: Callable[[str, str, Any], bool]) -> list[Layer]:

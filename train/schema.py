@@ -15,7 +15,7 @@ class DataConfig(Source):
     """The images and their batches: the fields of Source, and these.
 
     Attributes:
-        img_size: (H, W) in pixels.
+        img_size: (H, W) in pixels; null for those of `run.init_from`, otherwise of the model.
         batch_size: Images per optimizer step, over all processes and parts of `optim.accumulate`.
         eval_batch_size: Images per validation batch; None means as many as the model processes at once in training.
         max_tokens: Limit of the patches of an update, over all processes and parts: every image keeps its own shape, at
@@ -27,7 +27,7 @@ class DataConfig(Source):
         train_size_schedule: `constant` draws each of these sizes equally often; `progressive` goes from the first to
             the last over the epochs of the run, as timm's schedule of this name.
         eval_img_size: (H, W) in pixels of the validation images, if different.
-        crop_pct: Side of the validation crop relative to the resized image.
+        crop_pct: Side of the validation crop relative to the resized image; null as for `img_size`.
         num_workers: Decoding processes per loader.
     """
 
@@ -199,6 +199,7 @@ class ScheduleConfig:
 
     Attributes:
         epochs: Passes over the training images.
+        min_updates: Smallest number of optimizer steps of the run: few images are passed over more often than `epochs`.
         warmup_epochs: Epochs of the warm-up, in which the rate rises.
         warmup_lr: Learning rate of the first step of the warm-up.
         min_lr: Learning rate at the end.
@@ -210,6 +211,7 @@ class ScheduleConfig:
     max_updates: ClassVar[int | None] = None
 
     epochs: int = within('[1, inf)', 300, 'epochs')
+    min_updates: int = within('[0, inf)', 0, 'updates')
     warmup_epochs: int = within('[0, inf)', 5, 'epochs')
     warmup_lr: float = within('[0, 1e4]', 1e-6)
     min_lr: float = within('[0, 1e4]', 1e-5)
@@ -241,7 +243,7 @@ class RunConfig:
         save_minutes: Time between checkpoints within an epoch; None saves only after each epoch.
         skip_nonfinite: Number of updates to skip whose loss or gradient is not finite; one more ends the run.
         init_from: A checkpoint or exported folder with initial weights; None for the model's own.
-        reset_head: Start with a new classifier instead of the one of `init_from`.
+        reset_head: Start with a new classifier instead of the one of `init_from` or `model.pretrained`.
         seed: Seed of the weights, of the order of the images and of all randomness in training; in [0, 2**32).
         device: `auto` uses CUDA if available.
         cpu_threads: Threads of the model on a CPU; leave cores for the loading processes. None keeps torch's default,
@@ -280,8 +282,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, 'run')
-        of_something = self.init_from is not None or not self.reset_head
-        require('run.reset_head', self.reset_head, of_something, 'false without run.init_from')
 
 
 class Experiment:
@@ -344,6 +344,11 @@ class Config(Experiment):
         for name in ('warmup_lr', 'min_lr'):
             rate = getattr(self.schedule, name)
             require(f'schedule.{name}', rate, rate <= peak, f'at most the peak rate {peak:g}, which optim.lr makes')
+        updates, progressive = self.schedule.min_updates, self.data.train_size_schedule == 'progressive'
+        require('schedule.min_updates', updates, not (updates and progressive), '0 with data.train_size_schedule')
+        initial = self.run.init_from is not None or bool(self.model.get('pretrained'))
+        wanted = 'false without run.init_from or model.pretrained'
+        require('run.reset_head', self.run.reset_head, initial or not self.run.reset_head, wanted)
         if self.data.max_tokens is not None:
             teacher, compiled = self.distill.teacher, self.run.compile
             require('distill.teacher', teacher, teacher is None, 'null with data.max_tokens')

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import timm
+from helpers import save_model
 
 from train.config import all_keys, load_config, save_config
 from train.convert_schema import ConvertConfig
@@ -25,8 +27,8 @@ RANGES = {
     'above 0, or null': ('optim.clip_grad regularize.tau_end run.save_minutes run.max_seconds', [0]),
     'at least 0': (
         'regularize.kernel_entropy schedule.warmup_epochs schedule.warmup_updates run.skip_nonfinite '
-        'run.throughput_batches convert.keep convert.blocks_epochs convert.features_epochs data.skip_lines '
-        'generate.no_repeat_ngram_size generate.min_length',
+        'run.throughput_batches schedule.min_updates convert.keep convert.blocks_epochs convert.features_epochs '
+        'data.skip_lines generate.no_repeat_ngram_size generate.min_length',
         [-1],
     ),
     'at least 0, or null': ('distill.task_loss_weight distill.distill_loss_weight', [-1]),
@@ -44,7 +46,7 @@ RANGES = {
     'at least 2': ('data.max_summary_length', [1]),
     'at least 4': ('RecallData.context RecallData.vocab_size', [3]),
     'in (0, 1)': ('data.test_share data.valid_share', [0, 1]),
-    'in (0, 1), or null': ('data.val_share ema.decay', [0, 1]),
+    'in (0, 1), or null': ('data.val_share data.val_share_without_split ema.decay', [0, 1]),
     'in (0, 1]': ('data.crop_pct data.power augment.scale', [0, 1.5]),
     'in (0, 1], or null': ('optim.layer_decay', [0, 1.5]),
     'in (0, 100], or null': ('data.goal', [0, 101]),
@@ -134,6 +136,30 @@ def test_the_resolved_file_neither_overwrites_nor_continues_a_run(tmp_path, vit_
         assert load_config(tmp_path / 'resolved.yaml').run.resume == kept
 
 
+def test_null_keeps_the_size_and_the_crop_of_the_model_unless_a_later_layer_sets_them(tmp_path):
+    (tmp_path / 'own.yaml').write_text('model: {name: aft_conv_nano}\ndata: {img_size: null, crop_pct: null}\n')
+
+    def read(*overrides: str) -> tuple[tuple[int, int], float]:
+        data = load_config(tmp_path / 'own.yaml', overrides).data
+        return data.img_size, data.crop_pct
+
+    assert read() == ((96, 96), 1.0)
+    assert read('model.name=vit_base_patch16_siglip_384') == ((384, 384), 0.9)
+    assert read('model.pretrained_cfg_overlay.input_size=[3,64,80]') == ((64, 80), 1.0)
+    assert read('data.img_size=64', 'data.crop_pct=0.5') == ((64, 64), 0.5)
+    assert read('data.img_size=64', 'data.img_size=null') == ((96, 96), 1.0)
+
+
+def test_null_keeps_the_size_and_the_crop_of_the_initial_weights(tmp_path):
+    model, preprocessing = timm.create_model('aft_conv_nano', depth=1), {'input_size': (3, 48, 64), 'crop_pct': 0.75}
+    start = save_model(tmp_path / 'start.pth', 'aft_conv_nano', model, {'depth': 1}, data_config=preprocessing)
+    (tmp_path / 'own.yaml').write_text('model: {name: aft_conv_tiny}\ndata: {img_size: null, crop_pct: null}\n')
+    data = load_config(tmp_path / 'own.yaml', [f'run.init_from={start}']).data
+    assert (data.img_size, data.crop_pct) == ((48, 64), 0.75)
+    with pytest.raises(ValueError, match=r'absent\.pth, which does not exist'):
+        load_config(tmp_path / 'own.yaml', ['run.init_from=absent.pth'])
+
+
 def test_a_loaded_experiment_cannot_be_changed(vit_file):
     config = load_config(vit_file)
     assert isinstance(config, Config)
@@ -168,7 +194,7 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('regularize.kernel_entropy=inf', r'expected regularize\.kernel_entropy to be at least 0 and finite, got inf'),
         ('regularize.entropy=1', r'regularize\.entropy = 1 is not a key; the nearest is regularize\.kernel_entropy'),
         ('ema.warmup=true', r'expected ema\.warmup to be false without ema\.decay, got True'),
-        ('run.reset_head=true', r'expected run\.reset_head to be false without run\.init_from, got True'),
+        ('run.reset_head=true', r'run\.reset_head to be false without run\.init_from or model\.pretrained, got True'),
         ('data.max_tokens=63', r'data\.max_tokens to be at least one for each of the 64 images of a batch, got 63'),
         ('data.max_tokens=64', r'data\.max_tokens: expected .* aft_\* .* or a naflexvit_\*.*, got VisionTransformer,'),
         ('optim.name=adahessian', r"optim\.name = 'adahessian' is not an optimizer"),

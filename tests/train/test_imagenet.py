@@ -118,11 +118,30 @@ def test_every_part_of_the_recipe_runs_together(few, tmp_path):
 
 
 def test_a_run_starts_from_the_weights_of_another(few, run_dir, tmp_path):
-    still = ['optim.lr=1e-30', 'schedule.min_lr=0', 'schedule.warmup_lr=0']
+    # The model has no weights of timm: those of the file come first.
+    still = ['optim.lr=1e-30', 'schedule.min_lr=0', 'schedule.warmup_lr=0', 'model.pretrained=true']
     still += [f'run.init_from={run_dir / "best.pth"}', f'run.dir={tmp_path}']
     main([*ONE_EPOCH, *few, *still])
     first, again = (torch.load(folder / 'last.pth', weights_only=True) for folder in (run_dir, tmp_path))
     torch.testing.assert_close(first['state_dict'], again['state_dict'])
+
+
+def test_fine_tuning_a_linear_probe_changes_only_a_new_classifier(tmp_path, capsys):
+    images = link_photographs(tmp_path / 'images', 2, 0) / 'train'
+    config, probe = ROOT / 'configs' / 'finetune.yaml', 'optim.args.layer_decay_no_opt_scale=0.99'
+    schedule = ['schedule.epochs=1', 'schedule.warmup_epochs=0', 'schedule.min_updates=3', 'run.throughput_batches=0']
+    state = main(['--quiet', '--config', str(config), f'data.dir={images}', probe, *schedule, f'run.dir={tmp_path}'])
+    # A fifth of the 20 photographs is held out; the others make two updates of 8.
+    said = capsys.readouterr()
+    assert 'training: 16 images, 10 classes; validation: 4 images' in said.out
+    assert 'schedule.epochs = 2 in place of 1' in said.err
+    assert state.progress.updates == 4
+    packaged, tuned = timm.create_model('aft_conv_nano', pretrained=True), load_model(tmp_path / 'last.pth')
+    changed = {name for name, x in packaged.state_dict().items() if not torch.equal(x, tuned.state_dict()[name])}
+    assert changed == {'head.weight', 'head.bias'}
+    assert (tuned.head.weight - packaged.head.weight).abs().max() > 0.1
+    assert tuned.pretrained_cfg['label_names'][0] == 'dress'
+    assert (tuned.pretrained_cfg['input_size'], tuned.pretrained_cfg['crop_pct']) == ((3, 96, 96), 1.0)
 
 
 def test_a_start_of_another_model_lists_the_differing_keys_before_a_folder_is_made(few, run_dir, tmp_path):
