@@ -206,7 +206,8 @@ class AFTFull(PairMixer):
         if self.causal:
             y = ops.aft_full_causal(q, k, v, bias, mask)
         else:
-            y = ops.aft_full(q, k, v, bias, mask, self.position_bias.weights(bias, v), self._backend())
+            weights = self.position_bias.weights(bias, v)
+            y = ops.aft_full(q, k, v, bias, mask, self._backend(), weights=weights)
         return self.proj_drop(self.proj(y))
 
 
@@ -335,7 +336,7 @@ class AFTConv(GridMixer):
                     kernel = ops.hard_kernel(kernel)
             # No kernel takes those of a window alone.
             weights = self.kernel.weights(kernel, v) if self.global_context else None
-            y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, weights, self._backend())
+            y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, self._backend(), weights=weights)
         return self._output(y, v, grid, mask)
 
 

@@ -13,21 +13,53 @@ compile; 'auto' the fastest of these that supports the inputs and works; 'aten' 
 custom operator, for exporters. The causal operations have no such graph, and TorchScript cannot ask for one.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from aft_vision.ops.operator import OPERATORS
 from aft_vision.ops.tracing import fix_grid, keeps_sums
 
+F = TypeVar('F', bound=Callable[..., Any])
 
+
+def _scripted_as(overload: Callable[..., Any]) -> Callable[[F], F]:
+    # TorchScript takes no keyword-only defaults. Of a function with these attributes, those of
+    # torch.jit.script_if_tracing, it compiles the original, which must have the same name.
+    def mark(function: F) -> F:
+        overload.__name__ = function.__name__
+        vars(function).update(__original_fn=overload, __script_if_tracing_wrapper=True)
+        return function
+
+    return mark
+
+
+def _aft_full(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    mask: Tensor | None = None,
+    backend: str = 'auto',
+    weights: Tensor | None = None,
+) -> Tensor:
+    if not torch.jit.is_scripting():
+        return OPERATORS['aft_full'](q, k, v, bias, mask, backend, weights=weights)
+    return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, keeps_sums(), backend)[0]
+
+
+@_scripted_as(_aft_full)
 def aft_full(
     q: Tensor | None,
     k: Tensor,
     v: Tensor,
     bias: Tensor,
     mask: Tensor | None = None,
-    weights: Tensor | None = None,
     backend: str = 'auto',
+    *,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Mix tokens with learned pair-wise position biases (AFT Eq. 2).
 
@@ -35,9 +67,9 @@ def aft_full(
         q, k, v: (B, T, D). q = None leaves the sigmoid gate out (Table 12).
         bias: (T, T) position bias w; bias[t, s] weights source s for target t.
         mask: (B, T) bool, True where a source counts; a target with no source gives 0.
+        backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
         weights: from `ops.bias_weights` for this bias and this type of v, which a compiled kernel then reads in place
             of the bias in a call without gradients; others of the same shape give a wrong result. Ignored otherwise.
-        backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
 
     Returns:
         (B, T, D) in q's dtype. Memory is O(B * T * D + T * T); the (T, T, D) weights are never formed.
@@ -46,9 +78,7 @@ def aft_full(
         ValueError: shapes do not match, those of weights included, mask is not a bool (B, T), or the backend is
             unknown.
     """
-    if not torch.jit.is_scripting():
-        return OPERATORS['aft_full'](q, k, v, bias, mask, backend, weights=weights)
-    return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, keeps_sums(), backend)[0]
+    return _aft_full(q, k, v, bias, mask, backend, weights)
 
 
 def aft_local(
@@ -92,6 +122,24 @@ def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = Non
     return torch.ops.aft_vision.aft_simple(q, k, v, mask, keeps_sums(), backend)[0]
 
 
+def _aft_conv(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    kernel: Tensor,
+    grid: tuple[int, int],
+    mask: Tensor | None = None,
+    global_context: bool = True,
+    backend: str = 'auto',
+    weights: Tensor | None = None,
+) -> Tensor:
+    if not torch.jit.is_scripting():
+        return OPERATORS['aft_conv'](q, k, v, kernel, grid, mask, global_context, backend, weights=weights)
+    k, sizes = fix_grid(k, grid)
+    return torch.ops.aft_vision.aft_conv(q, k, v, kernel, sizes, mask, global_context, keeps_sums(), backend)[0]
+
+
+@_scripted_as(_aft_conv)
 def aft_conv(
     q: Tensor | None,
     k: Tensor,
@@ -100,8 +148,9 @@ def aft_conv(
     grid: tuple[int, int],
     mask: Tensor | None = None,
     global_context: bool = True,
-    weights: Tensor | None = None,
     backend: str = 'auto',
+    *,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Mix a grid of tokens with relative position biases shared over the grid (AFT Eq. 6).
 
@@ -115,9 +164,9 @@ def aft_conv(
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
         global_context: False gives sources outside the window no weight (the degenerate variant of Sec. 5.3).
+        backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
         weights: from `ops.bias_weights` for this kernel and this type of v, which a compiled kernel then reads in place
             of the kernel in a call without gradients; others of the same shape give a wrong result. Ignored otherwise.
-        backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
 
     Returns:
         (B, H * W, D) in q's dtype.
@@ -126,10 +175,7 @@ def aft_conv(
         ValueError: shapes do not match, those of weights included, s is even, h does not divide D, H * W is not the
             number of tokens, mask is not a bool (B, H * W), or the backend is unknown.
     """
-    if not torch.jit.is_scripting():
-        return OPERATORS['aft_conv'](q, k, v, kernel, grid, mask, global_context, backend, weights=weights)
-    k, sizes = fix_grid(k, grid)
-    return torch.ops.aft_vision.aft_conv(q, k, v, kernel, sizes, mask, global_context, keeps_sums(), backend)[0]
+    return _aft_conv(q, k, v, kernel, grid, mask, global_context, backend, weights)
 
 
 def aft_onehot(

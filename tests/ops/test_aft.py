@@ -624,3 +624,20 @@ def test_aft_onehot_keeps_the_gradient_of_a_weight_that_lets_one_source_dominate
     inputs = make_inputs('aft_onehot', (3, 4), D, 2, h)
     inputs['weight'] = inputs['weight'] + 15.0
     assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs, torch.float32)
+
+
+def test_weights_are_keyword_only_and_scripted_and_compiled_calls_take_them_too():
+    q, k, v = (x.float() for x in make_qkv(T=6))
+    bias, kernel = torch.randn(6, 6), torch.randn(k.shape[2], 3, 3)
+    full, conv = ops.bias_weights('aft_full', bias, v), ops.bias_weights('aft_conv', kernel, v)
+    # As a caller of a version without weights wrote it.
+    expected = ops.aft_full(q, k, v, bias, None, 'eager'), ops.aft_conv(q, k, v, kernel, (2, 3), None, True, 'eager')
+    with pytest.raises(TypeError):
+        ops.aft_full(q, k, v, bias, None, 'eager', full)
+    with pytest.raises(TypeError):
+        ops.aft_conv(q, k, v, kernel, (2, 3), None, True, 'eager', conv)
+    scripted = torch.jit.script(ops.aft_full), torch.jit.script(ops.aft_conv)
+    assert_close(scripted[0](q, k, v, bias, weights=full), expected[0], 1e-5)
+    assert_close(scripted[1](q, k, v, kernel, (2, 3), weights=conv), expected[1], 1e-5)
+    compiled = torch.compile(lambda *inputs: ops.aft_full(*inputs, weights=full), backend='eager', fullgraph=True)
+    assert_close(compiled(q, k, v, bias), expected[0], 1e-5)
