@@ -449,11 +449,17 @@ def pool_counted(x: Tensor, mask: Tensor | None, factor: int, pool_type: str) ->
     return pool_tokens(x.flatten(2).transpose(1, 2), mask, pool_type, 0, True)[:, :, None, None]
 
 
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTPyramid) -> dict[str, Any]:
+    """Unwrap a checkpoint; the weights of a pyramid are the same at every size."""
+    return state_dict.get('model', state_dict)
+
+
 def _create_pyramid(variant: str, pretrained: bool = False, **kwargs: Any) -> AFTPyramid:
     return build_model_with_cfg(
         AFTPyramid,
         variant,
         pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=(0, 1, 2, 3), flatten_sequential=True),
         **kwargs,
     )
@@ -470,7 +476,6 @@ def _cfg() -> dict[str, Any]:
         'std': IMAGENET_DEFAULT_STD,
         'first_conv': 'stem.conv',
         'classifier': 'head.fc',
-        'license': 'mit',
     }
 
 

@@ -45,6 +45,18 @@ def test_the_maps_have_strides_4_to_32_at_any_size(size):
     assert model.feature_info.reduction() == [4, 8, 16, 32]
 
 
+@torch.no_grad()
+def test_maps_and_their_description_have_the_order_of_a_hierarchical_model_of_timm():
+    small = {'aft_pyramid_nano': SMALL, 'convnext_atto': dict(depths=(1, 1, 1, 1))}
+    images, found = make_images(1, 3, 64, 64), []
+    for name, kwargs in small.items():
+        model = timm.create_model(name, **kwargs, features_only=True, out_indices=(3, 1)).eval()
+        maps = timm.create_model(name, **kwargs).eval().forward_intermediates(images, [3, 1], intermediates_only=True)
+        assert [x.shape for x in maps] == [x.shape for x in model(images)]
+        found.append((model.feature_info.reduction(), [64 // x.shape[-1] for x in maps]))
+    assert found[0] == found[1]
+
+
 def test_the_stages_have_convolutions_and_then_axial_mixers_and_attention_where_asked():
     model = make_model()
     kinds = [[type(block).__name__ for block in stage.blocks] for stage in model.stages]
