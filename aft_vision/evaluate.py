@@ -23,7 +23,7 @@ from aft_vision.models.decoders import DECODERS
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.models.transfer_report import describe_transfer
-from aft_vision.models.transfer_source import build_model, find_stated_grid, load_folder
+from aft_vision.models.transfer_source import build_model, find_stated_grid, load_folder, set_license
 from aft_vision.models.weight_files import load_torch_file
 from aft_vision.modes import in_evaluation
 from aft_vision.sizes import record_size
@@ -162,6 +162,7 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwa
         record_size(model, data_config['input_size'][-2:])
     if content.get('class_names'):
         cfg['label_names'] = content['class_names']
+    set_license(model, content.get('license'))
     return model.to(device).eval()
 
 
@@ -210,6 +211,8 @@ def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tenso
 def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool = False, transfer: bool = True) -> None:
     """Initialise a model from a checkpoint, and resample parameters that depend on the image size.
 
+    The licence of the checkpoint's weights becomes that of the model.
+
     Args:
         checkpoint: As in `load_model`, for a model of the same architecture. An AFT model also takes a DeiT or ViT of
             the same width and depth, whose weights are transferred (AFT Table 8). The name of the checkpoint's model
@@ -220,7 +223,7 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
     Raises:
         ValueError: as `load_model`, or the checkpoint has another number of classes and the head is not reset.
     """
-    state_dict, of_aft, grid = _read_start(checkpoint)
+    state_dict, of_aft, grid, license = _read_start(checkpoint)
     cfg: Any = model.pretrained_cfg
     classifiers = (cfg['classifier'],) if isinstance(cfg['classifier'], str) else cfg['classifier']
     own = model.state_dict()
@@ -246,10 +249,13 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
     except StateDictError as error:
         raise ValueError(f'{checkpoint}: {error}') from error
     load_matching_state_dict(model, {**state_dict, **(heads if reset_head else {})}, source=str(checkpoint))
+    set_license(model, license)
 
 
-def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None]:
-    """Return the weights of a checkpoint, whether they are of an AFT model, and their token grid (H, W) if known."""
+def _read_start(
+    checkpoint: str | Path,
+) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None, str | None]:
+    """Return the weights of a checkpoint, whether of an AFT model, and their token grid and licence if known."""
     try:
         content = read_record(checkpoint)
     except ForeignFileError as error:
@@ -257,10 +263,12 @@ def _read_start(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], bool, 
     # Building the model only to get its class would cost time and random numbers.
     if content and timm.is_model(content['model_name']):
         of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')
-        return content['state_dict'], of_aft, find_stated_grid(content['state_dict'], content['model_kwargs'])
+        grid = find_stated_grid(content['state_dict'], content['model_kwargs'])
+        return content['state_dict'], of_aft, grid, content.get('license')
     source = load_model(checkpoint)
     grid = getattr(getattr(source, 'patch_embed', None), 'grid_size', None)
-    return source.state_dict(), bool(aft_mixers(source)), grid
+    cfg: Any = source.pretrained_cfg
+    return source.state_dict(), bool(aft_mixers(source)), grid, cfg.get('license')
 
 
 def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> None:

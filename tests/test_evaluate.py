@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -17,7 +18,7 @@ from aft_vision.evaluate import (
     read_checkpoint,
 )
 from aft_vision.models.decoders import load_decoder
-from aft_vision.models.transfer_source import load_source
+from aft_vision.models.transfer_source import build_model, load_source
 
 TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=16, num_classes=3)
 
@@ -242,6 +243,19 @@ def test_a_model_starts_from_the_weights_of_a_checkpoint(tmp_path, kind):
     model = make_vit()
     initialize_model(model, path)
     torch.testing.assert_close(model.state_dict(), trained.state_dict())
+
+
+def test_random_weights_have_no_licence_and_others_that_of_their_start(tmp_path):
+    kwargs = dict(depth=1, embed_dim=16, num_heads=4, num_classes=2)
+    model: Any = build_model('vit_tiny_patch16_224', **kwargs)
+    # That of weights in timm, which this model does not have.
+    assert timm.get_pretrained_cfg('vit_tiny_patch16_224').license
+    assert 'license' not in model.pretrained_cfg
+    file = save_model(tmp_path / 'best.pth', 'vit_tiny_patch16_224', model, kwargs, license='cc-by-4.0')
+    initialize_model(model, file)
+    assert [each.pretrained_cfg['license'] for each in (model, load_model(file))] == ['cc-by-4.0'] * 2
+    packaged: Any = build_model('aft_conv_nano', pretrained=True)
+    assert packaged.pretrained_cfg['license'] == 'other'
 
 
 def test_position_parameters_of_another_size_are_resampled(tmp_path):

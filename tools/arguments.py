@@ -52,6 +52,11 @@ def add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--size', type=parse_size, help='a side in pixels, or HEIGHTxWIDTH (default: as trained)')
 
 
+def add_license(parser: argparse.ArgumentParser) -> None:
+    """Add --license, the licence of the weights that are written, or None."""
+    parser.add_argument('--license', help='licence of the weights for the model card (default: that of the source)')
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Add --device, for `resolve_device`."""
     parser.add_argument('--device', default='auto', help='default: CUDA if available')

@@ -42,7 +42,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, KeyValues, add_size, check_out, parse_positive
+from tools.arguments import CommandParser, KeyValues, add_license, add_size, check_out, parse_positive
 
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
@@ -73,7 +73,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--data', type=Path, help='a folder of photographs for --int8')
     parser.add_argument('--opset', type=int, help='ONNX operator set, 18 to 25 (default: 20)')
     parser.add_argument('--tolerance', type=float, help='for onnx and pt2 (default: 1e-5)')
-    parser.add_argument('--license', help="licence of the weights for hf's model card (default: the architecture's)")
+    add_license(parser)
     parser.add_argument(
         '--without', nargs='+', choices=PARTS, default=(), metavar='PART', help=f'of hf: {", ".join(PARTS)}'
     )

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_data_arguments, add_device, check_out, parse_size
+from tools.arguments import CommandParser, add_data_arguments, add_device, add_license, check_out, parse_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,6 +35,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help='image sizes of the comparison: a side in pixels, or HEIGHTxWIDTH (default: that of the training, half of '
         'it, twice its width, and a single patch)',
     )
+    add_license(parser)
     options = add_data_arguments(parser, required=False)
     add_device(parser)
     args = parser.parse_args(argv)
@@ -57,6 +58,7 @@ from aft_vision.export import export_model
 from aft_vision.files import write_json
 from aft_vision.layers import AFTOnehot
 from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
+from aft_vision.models.transfer_source import set_license
 from aft_vision.sizes import check_image_size, default_size
 from tools.data import create_data_loader
 
@@ -93,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         loader, _ = create_data_loader(model, default_size(model), args, device)
         before, after = evaluate_all([model, onehot], loader, device, progress=sys.stderr.isatty())
         result['accuracy'] = {'gumbel': before, 'onehot': after}
+    set_license(onehot, args.license or model.pretrained_cfg.get('license'))
     export_model(onehot, args.out, model.pretrained_cfg.get('label_names') or [], card=True)
     write_json(args.out / 'harden_gumbel.json', result)
     print_result(result)

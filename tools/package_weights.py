@@ -41,9 +41,10 @@ model = timm.create_model('{model}', pretrained=True).eval()
 {command}
 ```
 
-Imagenette is a subset of ImageNet, whose terms allow use of the images for non-commercial research and education only.
-The images belong to their owners and are not part of this package; its code is under the MIT licence, which does not
-extend to them. The weights know ten classes and were tested on no others: use them to try the package.
+The weights were trained on images of ImageNet, of which Imagenette is a subset. Its terms allow use of the images for
+non-commercial research and education only; they belong to their owners and are not part of this package. The MIT
+licence is that of the code and does not extend to images or weights, whose licence timm names `other`. The weights
+know ten classes and were tested on no others: use them to try the package.
 """
 
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_data_arguments, add_device, add_size, parse_count
+from tools.arguments import CommandParser, add_data_arguments, add_device, add_license, add_size, parse_count
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,6 +38,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--thresholds', type=float, nargs='+', help='for |exp(w) - 1| (default: 0.01 0.03 0.1 0.3)')
     parser.add_argument('--keep-fraction', type=float, nargs='+', default=[], help='shares of all entries to keep')
     parser.add_argument('--save', type=float, metavar='THRESHOLD', help='write the model pruned at this threshold')
+    add_license(parser)
     add_size(parser)
     parser.add_argument(
         '--rounds', type=parse_count, default=20, help='timings of the operation; 0 for none (default: 20)'
@@ -59,6 +60,7 @@ from aft_vision.devices import resolve_device
 from aft_vision.evaluate import evaluate_all, load_model
 from aft_vision.export import export_model
 from aft_vision.files import write_json
+from aft_vision.models.transfer_source import set_license
 from aft_vision.regularizers import (
     conv_mixers,
     crop,
@@ -118,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     save_figure(draw_cost(rows), out / 'prune_bias.png')
     print(f'prune_bias.json and prune_bias.png are in {out}')
     if args.save is not None:
-        export_model(crop(prune(model, args.save)), out / 'pruned', class_names, trained, card=True)
+        pruned = crop(prune(model, args.save))
+        set_license(pruned, args.license or model.pretrained_cfg.get('license'))
+        export_model(pruned, out / 'pruned', class_names, trained, card=True)
         print(f'the model pruned at {args.save:g} is in {out / "pruned"}')
     return result
 

@@ -11,8 +11,8 @@ Fine-tune the result: its queries, keys and position biases are new.
 
 Prints which tensors were copied, resampled, merged, left out or kept as initialised, and writes a folder with
 model.safetensors, config.json, a model card and transfer_report.json, for run.init_from, the other tools and
-timm.create_model('local-dir:FOLDER', pretrained=True). Class names and preprocessing are those of the source if known.
-Code in a file is never executed.
+timm.create_model('local-dir:FOLDER', pretrained=True). Class names, preprocessing and licence are those of the source
+if known. Code in a file is never executed.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, KeyValues, check_out, parse_count, parse_size
+from tools.arguments import CommandParser, KeyValues, add_license, check_out, parse_count, parse_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -44,6 +44,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help='also copy queries and keys if the shapes allow it; not in the paper',
     )
     parser.add_argument('--seed', type=int, default=0, help='seed of tensors that the source lacks (default: 0)')
+    add_license(parser)
     parser.add_argument('--out', type=Path, required=True, help='folder to write')
     return parser.parse_args(argv)
 
@@ -61,7 +62,7 @@ from aft_vision.export import export_model
 from aft_vision.files import write_json
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import Report, Row, summarize_transfer
-from aft_vision.models.transfer_source import Source, build_model, did_you_mean, load_source
+from aft_vision.models.transfer_source import Source, build_model, did_you_mean, load_source, set_license
 from aft_vision.sizes import check_image_size, default_size
 
 
@@ -93,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for key, value in (source.data_config or {}).items()
         if key not in ('mean', 'std') or len(value) in (1, input_size[0])
     }
+    set_license(model, args.license or source.license)
     export_model(model, args.out, names, {**data_config, 'input_size': input_size}, card=True)
     result = describe(args, rows, report)
     write_json(args.out / 'transfer_report.json', result)

@@ -42,7 +42,8 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
     rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
-    described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names}
+    cfg: Any = model.pretrained_cfg
+    described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names, 'license': cfg.get('license')}
     return state, {**described, 'data_config': described_preprocessing(config)}
 
 

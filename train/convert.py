@@ -43,7 +43,7 @@ from aft_vision.files import LAST
 from aft_vision.models.block_alignment import pair_models, select_blocks
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import describe_transfer
-from aft_vision.models.transfer_source import build_model
+from aft_vision.models.transfer_source import build_model, set_license
 from train.build import (
     build_loaders,
     build_state,
@@ -252,6 +252,7 @@ def copy_teacher(config: Config, distill: DistillConfig, class_names: Sequence[s
             source = {key: value for key, value in source.items() if not key.startswith('head')}
     state_dict, report = deit_to_aft(source, model, grid=teacher.patch_embed.grid_size)
     model.load_state_dict(state_dict)
+    set_license(model, teacher.pretrained_cfg.get('license'))
     print(f'{distill.teacher}: {describe_transfer(report, model)}')
     return model
 

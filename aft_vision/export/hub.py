@@ -149,7 +149,7 @@ def export_hub_folder(
             `load_model`.
         size: (H, W) in pixels to record as its input size; a fixed-size model is resized. None keeps the model's size.
         checkpoint: Content of the trainer's checkpoint, whose accuracy the card reports.
-        license: Licence of the weights, see `model_card`.
+        license: Licence of the weights, for the card and config.json; see `model_card`.
         parts: 'code': a modelling file and hubconf.py for transformers and torch.hub; 'onnx': model.onnx; 'pt2':
             model.pt2 with torch's operators. All are written for an AFTVisionTransformer, no code for an AFTPyramid,
             and none for a model of timm, which needs no code.
@@ -175,7 +175,7 @@ def export_hub_folder(
     if checkpoint and 'best_top1' in checkpoint and 'optimizer' not in checkpoint:
         results['Top-1 (validation)'] = f'{checkpoint["best_top1"]:.1f} % after {checkpoint["epoch"]} epochs'
     with _replacing_files(Path(directory)) as folder:
-        _write_weights(model, folder, cfg.get('label_names') or [], data_config)
+        _write_weights(model, folder, cfg.get('label_names') or [], data_config, license)
         checks = _write_parts(model, folder, size or default_size(model), parts)
         files = [path.name for path in folder.iterdir()]
         card = model_card(model, results, license, data_config, files)
@@ -208,8 +208,8 @@ def model_card(
 
     Args:
         results: Metrics with their conditions: `{'Top-1 (validation, 100 epochs)': '74.8 %'}`.
-        license: Licence of the weights, by the hub's names (`mit`, `apache-2.0`); None takes that of the architecture's
-            pretrained configuration, or `other`.
+        license: Licence of the weights, by the hub's names (`mit`, `apache-2.0`); None takes that of the model's
+            `pretrained_cfg`, or `unknown`.
         data_config: Preprocessing, as in `export_model`.
         files: Names of the folder's files, of which the card explains those for users without this package.
 
@@ -235,7 +235,7 @@ def model_card(
         papers = [cfg['paper_ids']] if isinstance(cfg['paper_ids'], str) else list(cfg['paper_ids'])
         details['Paper'] = f'{cfg.get("paper_name", "")} ({", ".join(papers)})'.strip()
     card = {
-        'license': license or cfg.get('license') or 'other',
+        'license': license or cfg.get('license') or 'unknown',
         'description': 'An image classifier of timm' + (' without attention, made with aft_vision.' if is_aft else '.'),
         'details': details,
         'usage': _usage(model, files),
@@ -286,7 +286,11 @@ def _replacing_files(directory: Path) -> Iterator[Path]:
 
 
 def _write_weights(
-    model: nn.Module, folder: Path, class_names: Sequence[str], data_config: dict[str, Any] | None
+    model: nn.Module,
+    folder: Path,
+    class_names: Sequence[str],
+    data_config: dict[str, Any] | None,
+    license: str | None = None,
 ) -> None:
     classes: Any = model.num_classes
     if class_names and len(class_names) != classes:
@@ -310,7 +314,7 @@ def _write_weights(
         safe_serialization=True,
         data_config=data_config,
     )
-    _name_classes_once(folder / 'config.json')
+    _correct_config(folder / 'config.json', license)
     # safetensors 0.8 lets only the owner read what it writes.
     shutil.copymode(folder / 'config.json', folder / 'model.safetensors')
     add_checksum(folder / 'model.safetensors')
@@ -331,8 +335,10 @@ def _check_rebuilt(model: nn.Module) -> None:
             ) from error
 
 
-def _name_classes_once(config: Path) -> None:
+def _correct_config(config: Path, license: str | None) -> None:
     # timm 1.0.31 also writes num_classes to the model's arguments, and transformers 5 would pass it twice.
     content = json.loads(config.read_text(encoding='utf-8'))
     content.get('model_args', {}).pop('num_classes', None)
+    if license is not None:
+        content['pretrained_cfg']['license'] = license
     config.write_text(json.dumps(content, indent=2), encoding='utf-8')

@@ -590,7 +590,6 @@ def _cfg(fixed_input_size: bool, size: int = 224) -> dict[str, Any]:
         'std': IMAGENET_DEFAULT_STD,
         'first_conv': 'patch_embed.proj',
         'classifier': 'head',
-        'license': 'mit',
         'paper_name': 'An Attention Free Transformer',
         'paper_ids': 'arXiv:2105.14103',
     }
@@ -603,7 +602,7 @@ def _imagenette(name: str, fixed_input_size: bool) -> dict[str, Any]:
         'num_classes': len(IMAGENETTE),
         'label_names': IMAGENETTE,
         'crop_pct': 1.0,
-        # Of the images: non-commercial research.
+        # That of the images is for non-commercial research.
         'license': 'other',
     }
 

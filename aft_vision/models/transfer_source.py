@@ -35,12 +35,14 @@ class Source(NamedTuple):
         class_names: In the order of the logits.
         data_config: `mean`, `std`, `interpolation` and `crop_pct`; None if unknown.
         grid: (H, W) of the position embedding in tokens.
+        license: Licence of the weights; None if unknown.
     """
 
     state_dict: dict[str, Tensor]
     class_names: list[str] | None = None
     data_config: dict[str, Any] | None = None
     grid: tuple[int, int] | None = None
+    license: str | None = None
 
 
 def load_source(source: str | Path) -> Source:
@@ -84,6 +86,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def build_model(name: str, **kwargs: Any) -> nn.Module:
     """Build a timm model, with its weights if pretrained=True.
 
+    The licence in its `pretrained_cfg` is that of its weights: random ones, and those of a file of the caller without
+    a licence, have none.
+
     Args:
         name: As in `load_pretrained`.
         kwargs: Passed to `timm.create_model`.
@@ -93,7 +98,7 @@ def build_model(name: str, **kwargs: Any) -> nn.Module:
         ConnectionError: the weights cannot be downloaded.
     """
     try:
-        return (load_pretrained if kwargs.get('pretrained') else timm.create_model)(name, **kwargs)
+        model = (load_pretrained if kwargs.get('pretrained') else timm.create_model)(name, **kwargs)
     # These are not about the arguments.
     except (ConnectionError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
@@ -106,6 +111,18 @@ def build_model(name: str, **kwargs: Any) -> nn.Module:
         if 'weights_only' in reason or 'weights only' in reason.lower():
             reason = 'its file of weights is damaged or holds more than tensors'
         raise ValueError(f'expected a model that can be built, got {name} with {given}: {reason:.500}') from error
+    overlay = kwargs.get('pretrained_cfg_overlay') or {}
+    if not kwargs.get('pretrained') or overlay.get('file') or overlay.get('state_dict'):
+        set_license(model, overlay.get('license'))
+    return model
+
+
+def set_license(model: nn.Module, license: str | None) -> None:
+    """Record the licence of a model's weights in its `pretrained_cfg`, for its exports; None is an unknown one."""
+    cfg = getattr(model, 'pretrained_cfg', None)
+    if cfg is not None:
+        cfg.pop('license', None)
+        cfg.update({} if license is None else {'license': license})
 
 
 def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
@@ -176,7 +193,8 @@ def _of_model(model: nn.Module) -> Source:
     config = resolve_model_data_config(model)
     names = cfg.get('label_names')
     grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
-    return Source(model.state_dict(), list(names) if names else None, {key: config[key] for key in PREPROCESSING}, grid)
+    preprocessing = {key: config[key] for key in PREPROCESSING}
+    return Source(model.state_dict(), list(names) if names else None, preprocessing, grid, cfg.get('license'))
 
 
 def _of_file(path: Path) -> Source:
@@ -191,7 +209,7 @@ def _of_file(path: Path) -> Source:
     config.update({key: value for key, value in (content.get('data_config') or {}).items() if key in PREPROCESSING})
     state_dict = unwrap_state_dict(content)
     grid = find_stated_grid(state_dict, content.get('model_kwargs') or {})
-    return Source(state_dict, content.get('class_names'), config, grid)
+    return Source(state_dict, content.get('class_names'), config, grid, content.get('license'))
 
 
 def find_stated_grid(state_dict: Mapping[str, Tensor], model_kwargs: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -228,6 +228,19 @@ def test_the_card_of_a_program_says_the_smallest_image(tmp_path):
     assert 'at least' not in model_card(fixed, files=['model.pt2'])
 
 
+def test_a_licence_stays_with_the_weights_and_is_unknown_if_nobody_names_one(tmp_path):
+    export_hub_folder(make_aft(), tmp_path / 'unknown', parts=[])
+    export_hub_folder(make_aft(), tmp_path / 'known', license='cc-by-4.0', parts=[])
+    again = load_model(tmp_path / 'known')
+    export_hub_folder(again, tmp_path / 'again', parts=[])
+    cards = {name: (tmp_path / name / 'README.md').read_text() for name in ('unknown', 'known', 'again')}
+    assert {name: re.findall('^license: (.*)$', card, re.MULTILINE) for name, card in cards.items()} == {
+        'unknown': ['unknown'],
+        'known': ['cc-by-4.0'],
+        'again': ['cc-by-4.0'],
+    }
+
+
 def test_a_model_in_channels_last_is_exported_and_stays_as_it_is(tmp_path):
     models = {
         'conv': make_aft(),

@@ -90,6 +90,22 @@ def test_the_card_of_another_model_in_the_folder_is_replaced(tmp_path):
     assert 'mean (0.5, 0.5, 0.5)' in card
 
 
+@pytest.mark.parametrize(
+    ('kind', 'options', 'expected'),
+    [
+        ('folder', [], 'apache-2.0'),
+        ('pth', [], 'unknown'),
+        ('checkpoint', [], 'unknown'),
+        ('pth', ['--license', 'cc-by-4.0'], 'cc-by-4.0'),
+    ],
+)
+def test_the_licence_is_that_of_the_source_or_of_the_option(tmp_path, kind, options, expected):
+    run(write(kind, tmp_path)[0], tmp_path / 'out', *options)
+    assert f'license: {expected}\n' in (tmp_path / 'out' / 'README.md').read_text()
+    found = json.loads((tmp_path / 'out' / 'config.json').read_text())['pretrained_cfg'].get('license', 'unknown')
+    assert found == expected
+
+
 def test_a_name_of_timm_is_made_with_its_weights(tmp_path, monkeypatch):
     vit, created = make_vit('vit_tiny_patch16_224'), []
     original = timm.create_model
