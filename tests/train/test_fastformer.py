@@ -517,7 +517,7 @@ def test_test_texts_of_other_classes_are_an_error(pairs, tmp_path):
 def test_test_texts_may_lack_classes(tmp_path, kind):
     for name, classes in (('train', 'abc'), ('test', 'cac')):
         lines = [
-            '\t'.join([f'N{number}', classes[number % 3], 'x', f'title {classes[number % 3]}', *'abcd'])
+            '\t'.join([f'N{number}', classes[number % 3], 'x', f'title {classes[number % 3]} {number}', *'abcd'])
             for number in range(30)
         ]
         header = 'id\tlabel\tother\ttext\ta\tb\tc\td\n' if kind == 'table' else ''

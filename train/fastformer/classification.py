@@ -54,8 +54,8 @@ class ClassificationData(TextData):
         text_columns: Columns of `table`, `hub`, `jmars` and `mind_topic`; several are joined. None means text, text,
             review, and title and abstract or `bodies`.
         label_column: Column of `table`, `hub`, `jmars` and `acl_imdb`. None means label, label, rating, sentiment.
-        drop_incomplete: Leave out rows whose text or label is missing, null, NaN or blank; otherwise they are errors,
-            except a blank text.
+        drop_incomplete: Leave out rows whose label, or text of all columns, is missing, null, NaN or blank; otherwise
+            they are errors, except a blank text.
         max_texts: Number of texts of `path` to draw by `split_seed`; None for all.
         test_share, valid_share: Shares of the texts, stratified by class, if the data set has no such part. A data set
             of the hub may have both.

@@ -1,9 +1,10 @@
 """Stratified parts of a labelled data set."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
+import pandas as pd
 from datasets import Dataset, DatasetDict
 from sklearn.model_selection import train_test_split
 
@@ -15,14 +16,17 @@ def split_dataset(
 ) -> DatasetDict:
     """Divide a data set at random into parts with the same shares of the classes.
 
+    Rows with the same text, spaces apart, go to the earliest part that one of them is drawn for: no test text is one of
+    training. Parts without such rows have exactly their shares.
+
     Args:
-        dataset: With a ClassLabel column `label`.
+        dataset: With a ClassLabel column `label`, and a column `text` if texts are to stay together.
         fractions: Share of each part; they add up to 1.
         rare_to_first: Put the rows of classes with a single member into the first part; else they are an error.
 
     Raises:
-        ValueError: a class has one member, or all have, a part would be empty or smaller than the number of classes,
-            or the fractions do not add up to 1.
+        ValueError: a class has one member, or all have, a part would be empty, smaller than the number of classes or
+            without a text of its own, or the fractions do not add up to 1.
     """
     check_fractions(fractions)
     labels = np.asarray(dataset['label'])
@@ -57,7 +61,23 @@ def split_dataset(
             )
         rest, parts[name] = train_test_split(rest, test_size=count, stratify=strata, random_state=seed)
     parts[first] = np.concatenate([rest, rare])
-    return DatasetDict({name: dataset.select(np.sort(parts[name])) for name in fractions})
+    place = np.empty(len(labels), int)
+    for number, name in enumerate(fractions):
+        place[parts[name]] = number
+    if 'text' in dataset.column_names:
+        place = _earliest(place, dataset['text'])
+    for number, name in enumerate(fractions):
+        if not (place == number).any():
+            raise ValueError(f'expected a text of its own for the part {name!r}, got only those of an earlier part too')
+    return DatasetDict({name: dataset.select(np.flatnonzero(place == n)) for n, name in enumerate(fractions)})
+
+
+def _earliest(place: np.ndarray, texts: Iterable[str]) -> np.ndarray:
+    """Return for each row the least place of all rows with the same text."""
+    group, _ = pd.factorize(np.array([' '.join(text.split()) for text in texts], dtype=object))
+    least = np.full(group.max() + 1, place.max())
+    np.minimum.at(least, group, place)
+    return least[group]
 
 
 def check_fractions(fractions: Mapping[str, float]) -> None:

@@ -155,8 +155,8 @@ def collect(
             numbers if all are, else by the alphabet.
         sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
         seed: Seed of that draw.
-        drop_incomplete: Leave out rows whose text or label is missing, null, NaN or blank; otherwise they are errors,
-            except a blank text.
+        drop_incomplete: Leave out rows whose label, or text of all columns, is missing, null, NaN or blank; otherwise
+            they are errors, except a blank text. A label that reads `nan` is missing too, unless a name means it.
 
     Raises:
         ValueError: a column is missing (with drop_incomplete in every row), a text is not a string, a label is unknown,
@@ -201,7 +201,7 @@ def complete_records(records: Iterable[Record], columns: Sequence[str], drop_inc
     """Yield the records, all of which have the columns.
 
     Args:
-        drop_incomplete: Leave out records in which a column is absent, null or NaN.
+        drop_incomplete: Put '', as in an empty field of a CSV, for a column that is absent, null or NaN.
 
     Raises:
         ValueError: a record lacks a column; with drop_incomplete, a column is in no record, for example because it is
@@ -214,8 +214,10 @@ def complete_records(records: Iterable[Record], columns: Sequence[str], drop_inc
         unseen -= record.values.keys()
         if not drop_incomplete and not record.values.keys() >= needed:
             raise missing_columns(record.place, columns, list(record.values))
-        if not drop_incomplete or not any(_is_null(record.values.get(name)) for name in needed):
-            yield record
+        if drop_incomplete:
+            values = {name: record.values.get(name) for name in columns}
+            record = Record(record.place, {name: '' if _is_null(value) else value for name, value in values.items()})
+        yield record
     if first is not None and unseen:
         raise missing_columns(first.place, columns, list(first.values))
 
@@ -289,13 +291,19 @@ def _labelled_rows(
 ) -> Iterator[tuple[str, str]]:
     for place, values in complete_records(records, [*text, label], drop_incomplete):
         name = as_label(values[label])
+        # A CSV has a missing number as a text.
+        if name and name.lower() == 'nan' and name not in (names or {}):
+            name = ''
         if drop_incomplete and name == '':
             continue
         content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))
         if drop_incomplete and not content.strip():
             continue
         if not name:
-            raise ValueError(f'{place}, column {label!r}: expected a label, got {values[label]!r}')
+            raise ValueError(
+                f'{place}, column {label!r}: expected a label, got {values[label]!r}; drop_incomplete leaves rows '
+                'without one out'
+            )
         if names is not None:
             if name not in names:
                 raise ValueError(f'{place}, column {label!r}: expected one of {", ".join(names)}, got {name!r}')

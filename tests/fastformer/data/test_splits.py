@@ -26,6 +26,27 @@ def test_parts_are_80_10_10_with_the_shares_of_the_classes_and_cover_every_row_o
     assert all(part.features == dataset.features for part in parts.values())
 
 
+@pytest.mark.parametrize('seed', range(3))
+def test_rows_with_the_same_text_go_to_one_part(seed):
+    dataset = make_dataset(600, 300, 100)
+    texts = [f' {number // 2}\n' if number < 200 else str(number) for number in range(1000)]
+    twice = dataset.remove_columns('text').add_column('text', texts)
+    parts, drawn = split_dataset(twice, seed), split_dataset(dataset, seed)
+    found = {name: {text.strip() for text in part['text']} for name, part in parts.items()}
+    assert sum(map(len, found.values())) == len(set.union(*found.values())) == 900
+    assert sum(map(len, parts.values())) == 1000
+    # Other rows are in the parts that they are drawn for.
+    single = {name: {text for text in part['text'] if int(text) >= 200} for name, part in drawn.items()}
+    assert {name: {text for text in part['text'] if int(text) >= 200} for name, part in parts.items()} == single
+    assert 60 < len(parts['test']) < 100
+
+
+def test_a_part_without_a_text_of_its_own_is_an_error():
+    same = make_dataset(60, 40).remove_columns('text').add_column('text', ['a'] * 100)
+    with pytest.raises(ValueError, match=r"text of its own for the part 'validation', got only those of an earlier"):
+        split_dataset(same)
+
+
 def test_parts_follow_the_seed():
     dataset = make_dataset(60, 40)
     first, same, other = (split_dataset(dataset, seed)['test']['text'][:] for seed in (1, 1, 2))

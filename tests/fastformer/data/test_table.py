@@ -71,8 +71,8 @@ def test_numbers_are_classes_in_the_order_of_numbers():
     dataset = gather(('a', 10), ('b', 9.0), ('c', '2'))
     assert dataset.features['label'].names == ['2', '9', '10']
     assert dataset['label'][:] == [2, 1, 0]
-    # Not a number.
-    assert gather(('a', 'nan'), ('b', '10'), ('c', '2')).features['label'].names == ['10', '2', 'nan']
+    # No numbers that have an order.
+    assert gather(('a', 'inf'), ('b', '10'), ('c', '2')).features['label'].names == ['10', '2', 'inf']
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,32 @@ def test_rows_of_a_missing_number_or_a_blank_label_are_incomplete(tmp_path):
         read_table(tmp_path / 'x.csv')
     with pytest.raises(ValueError, match="line 1, column 'label': expected a label, got \\['x'\\]"):
         gather(('a', ['x']), drop_incomplete=True)
+
+
+@pytest.mark.parametrize('name', ['x.csv', 'x.tsv', 'x.json', 'x.jsonl', 'x.parquet'])
+def test_a_row_with_one_of_its_texts_is_complete_in_every_format(tmp_path, name):
+    rows = [('A', 'a', 'x'), ('B', None, 'y'), (None, 'c', 'x'), (None, None, 'y'), ('E', 'e', None)]
+    frame = pd.DataFrame(rows, columns=['title', 'body', 'label'])
+    if name.endswith(('.csv', '.tsv')):
+        frame.to_csv(tmp_path / name, index=False, sep='\t' if 'tsv' in name else ',')
+    elif name.endswith('.parquet'):
+        frame.to_parquet(tmp_path / name)
+    else:
+        frame.to_json(tmp_path / name, orient='records', lines='jsonl' in name)
+    dataset = read_table(tmp_path / name, ['title', 'body'], drop_incomplete=True)
+    assert contents(dataset) == [('A a', 'x'), ('B', 'y'), ('c', 'x')]
+
+
+@pytest.mark.parametrize('others', [('1.5', '0.0'), ('pos', 'neg')])
+@pytest.mark.parametrize('nan', ['nan', 'NaN', ' nan '])
+def test_a_label_that_reads_nan_is_missing_unless_it_is_named(tmp_path, nan, others):
+    (tmp_path / 'x.csv').write_text(f'text,label\na,{others[0]}\nb,{nan}\nc,{others[1]}\n')
+    dataset = read_table(tmp_path / 'x.csv', drop_incomplete=True)
+    assert contents(dataset) == [('a', others[0]), ('c', others[1])]
+    with pytest.raises(ValueError, match=r"line 3, column 'label': expected a label, got '.*'; drop_incomplete"):
+        read_table(tmp_path / 'x.csv')
+    named = read_table(tmp_path / 'x.csv', label_names={nan: 'bread', others[0]: 'x', others[1]: 'y'})
+    assert contents(named) == [('a', 'x'), ('b', 'bread'), ('c', 'y')]
 
 
 def test_a_sample_keeps_the_order_follows_the_seed_and_keeps_the_classes():
