@@ -38,6 +38,7 @@ from aft_vision.data.sampling import DIVISION, derive_seed
 EVAL_SPLITS = ('val', 'validation', 'test')
 FILE_SUFFIXES = ('.tar', '.beton')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
+PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
 # Names that a message lists.
 MOST_LISTED = 10
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
@@ -285,7 +286,8 @@ def _open_folder(folder: Path) -> Split:
     """Open a folder of class folders, after checking that each holds an image."""
     paths, class_folders, ignored = find_images(folder)
     if not class_folders:
-        raise ValueError(f'expected one folder per class in {folder}, got none')
+        flat = f'{len(paths)} images without one; {PREPARATION}' if paths else 'none'
+        raise ValueError(f'expected one folder per class in {folder}, got {flat}')
     others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
     if not paths:
         raise ValueError(f'expected images in the class folders of {folder}, got none{others}')
@@ -317,7 +319,10 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
         (tar for (_, _, tar), folder in zip(reader.samples, folders, strict=True) if tar and not folder.name), None
     )
     if inner is not None:
-        raise ValueError(f'expected images in class folders of {path}, got a tar file of them, {inner.name}: unpack it')
+        raise ValueError(
+            f'expected images in class folders of {path}, got a tar file of them, {inner.name}: unpack it; '
+            f'{PREPARATION}'
+        )
     parents = {folder.parent for folder in folders}
     undivided = whole is not None and not {parent.name for parent in parents}.intersection(whole)
     splits = _split_folders(parents, path, None if undivided else wanted)
@@ -326,6 +331,8 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
         if folder.parent not in splits and splits & {folder, *folder.parents}:
             raise ValueError(f'expected images only in the class folders of {path}, got {sample[0].name} in it')
     used = {folders[i].name for i in chosen}
+    if '' in used:
+        raise ValueError(f'expected images in class folders of {path}, got {len(chosen)} without one; {PREPARATION}')
     present, ignored = _look_through_tar(path, splits)
     empty = sorted(present - used)
     if empty:
