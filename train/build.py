@@ -18,7 +18,8 @@ from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST
 from train.distill import load_teacher
 from train.distributed import World
-from train.model_section import WEIGHT_KEYS, native_shape
+from train.mismatch import naming_model_keys, stated_by_file, stated_by_name
+from train.model_section import WEIGHT_KEYS, build_on_meta, native_shape
 from train.schema import Config
 from train.state import TrainState, create_state
 
@@ -33,10 +34,13 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
         teacher = load_teacher(config.distill, class_names, training_sizes(config))
     random_seed(config.run.seed)
     start = config.run.init_from
-    model: Any = build_model(name, **{**kwargs, 'pretrained': bool(kwargs.get('pretrained')) and start is None})
+    model: Any = _build_with_weights(
+        config, name, {**kwargs, 'pretrained': bool(kwargs.get('pretrained')) and start is None}
+    )
     check_image_sizes(model, config)
     if start is not None:
-        initialize_model(model, start, config.run.reset_head)
+        with naming_model_keys(config.model, model.state_dict, lambda: stated_by_file(start)):
+            initialize_model(model, start, config.run.reset_head)
     elif config.run.reset_head:
         model.reset_classifier(len(class_names))
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
@@ -81,11 +85,20 @@ def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Mo
         )
     else:
         check_classes(load_model(checkpoint), class_names, config.data.name or config.data.dir)
-    model = build_model(name, **(kwargs if pretrained else {**kwargs, 'pretrained': False}))
+    model = _build_with_weights(config, name, kwargs if pretrained else {**kwargs, 'pretrained': False})
     check_image_sizes(model, config)
     if not pretrained:
-        initialize_model(model, checkpoint, transfer=False)
+        with naming_model_keys(config.model, model.state_dict, lambda: stated_by_file(checkpoint)):
+            initialize_model(model, checkpoint, transfer=False)
     return model.to(world.device), loader
+
+
+def _build_with_weights(config: Config, name: str, kwargs: dict[str, Any]) -> nn.Module:
+    """Build the model, with the weights of its name if model.pretrained is true."""
+    with naming_model_keys(
+        config.model, lambda: build_on_meta(config.model).state_dict(), lambda: stated_by_name(config.model)
+    ):
+        return build_model(name, **kwargs)
 
 
 def _check_pretrained_classes(config: Config, class_names: Sequence[str]) -> None:

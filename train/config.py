@@ -21,6 +21,8 @@ from train.model_section import (
     drop_foreign_arguments,
     family_schema,
     fill_preprocessing,
+    is_recipe_of_images,
+    is_recipe_of_sequences,
     model_schema,
     model_takes,
     native_shape,
@@ -60,7 +62,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
     with naming_sources(path, layers):
         name = last_text(layers, 'model.name', '')
         layers = typed_layers(layers, schema, family_schema(name) if images else decoder_schema())
-    layers = drop_foreign_arguments(layers, model_takes if images else decoder_takes)
+    takes, is_recipe = (model_takes, is_recipe_of_images) if images else (decoder_takes, is_recipe_of_sequences)
+    layers = drop_foreign_arguments(layers, takes, is_recipe)
     layers = fill_preprocessing(layers) if images else layers
     keys = all_keys(schema, model_schema() if images else decoder_schema())
     with naming_sources(path, layers):

@@ -197,26 +197,56 @@ def _known_preprocessing(layers: Sequence[Layer]) -> dict[str, Any]:
     return {'img_size': list(found['input_size'][-2:]), 'crop_pct': found['crop_pct']}
 
 
-def drop_foreign_arguments(layers: Sequence[Layer], takes: Callable[[str, str, Any], bool]) -> list[Layer]:
-    """Drop arguments for another model than the one of the last layer, if that model does not have them.
+def drop_foreign_arguments(
+    layers: Sequence[Layer], takes: Callable[[str, str, Any], bool], is_recipe: Callable[[str], bool]
+) -> list[Layer]:
+    """Drop arguments of the files that are those of another model, and print one line with them.
+
+    If the command line names another model than the files, only arguments of the recipe remain of theirs. If a file
+    names another one than its base, those remain that the model takes.
 
     Args:
         takes: Returns whether a model takes an argument with a value, by name.
+        is_recipe: Returns whether an argument belongs to the recipe, and not to the architecture that a name means.
     """
     models = [layer['model'] if isinstance(layer.get('model'), Mapping) else {} for _, layer in layers]
     named = [index for index, model in enumerate(models) if isinstance(model.get('name'), str)]
     if not named or all(models[index]['name'] == models[named[-1]]['name'] for index in named):
         return list(layers)
-    name, kept = models[named[-1]]['name'], list(layers)
+    name, kept, dropped, why = models[named[-1]]['name'], list(layers), [], 'has no such argument'
+    of_files = [models[index]['name'] for index in named if layers[index][0] != COMMAND_LINE]
+    # The tag of a name says which weights, not which architecture.
+    is_other = len(of_files) < len(named) and bool(of_files) and _architecture(of_files[-1]) != _architecture(name)
+    if is_other:
+        why = f'is another model than {of_files[-1]}; they stay if the command line sets them'
     for index, (source, layer) in enumerate(layers[: named[-1]]):
+        if source == COMMAND_LINE:
+            continue
         own = {key: value for key, value in models[index].items() if key not in ('name', *WEIGHT_KEYS)}
-        foreign = [key for key, value in own.items() if not takes(name, key, value)]
-        if foreign and source != COMMAND_LINE:
+        foreign = [
+            key for key, value in own.items() if (is_other and not is_recipe(key)) or not takes(name, key, value)
+        ]
+        if foreign:
             rest = {key: value for key, value in models[index].items() if key not in foreign}
             kept[index] = (source, {**layer, 'model': rest})
-            dropped = ', '.join(f'model.{key}' for key in foreign)
-            say(f'note: {dropped} of {source} left out: {name} has no such argument')
+            dropped.append(f'{", ".join(f"model.{key}" for key in foreign)} of {source}')
+    if dropped:
+        say(f'note: {" and ".join(dropped)} left out: {name} {why}')
     return kept
+
+
+def _architecture(name: str) -> str:
+    return name.partition('.')[0]
+
+
+def is_recipe_of_images(key: str) -> bool:
+    """Return whether an argument of a classifier is no part of the architecture: a rate of dropping, or open sizes."""
+    return 'drop' in key or key.startswith('dynamic_img_')
+
+
+def is_recipe_of_sequences(key: str) -> bool:
+    """Return whether an argument is not one of the mixer: the names of pixel and character models say no size."""
+    return key not in ('mixer', *ARGUMENTS_OF_A_MIXER)
 
 
 def model_takes(name: str, key: str, value: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.models.deit_transfer import unwrap_state_dict
 from aft_vision.models.weight_files import check_checksum, load_torch_file
-from aft_vision.ops.common.errors import first_line
+from aft_vision.ops.common.errors import first_line, shorten
 
 WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
 # File names of weights on the hub.
@@ -104,13 +104,13 @@ def build_model(name: str, **kwargs: Any) -> nn.Module:
         raise
     # timm checks neither arguments nor weights: an assertion, a division by zero, an error of safetensors.
     except Exception as error:
-        given = ' '.join(', '.join(f'{key}={value!r:.200}' for key, value in kwargs.items()).split()) or 'no arguments'
+        given = ', '.join(f'{key}={shorten(repr(value), 200)}' for key, value in kwargs.items()) or 'no arguments'
         # torch lists what does not fit line by line.
-        reason = ' '.join(str(error).split()) or type(error).__name__
+        reason = shorten(str(error), 500) or type(error).__name__
         # torch suggests to execute the file's code.
         if 'weights_only' in reason or 'weights only' in reason.lower():
             reason = 'its file of weights is damaged or holds more than tensors'
-        raise ValueError(f'expected a model that can be built, got {name} with {given}: {reason:.500}') from error
+        raise ValueError(f'expected a model that can be built, got {name} with {given}: {reason}') from error
     overlay = kwargs.get('pretrained_cfg_overlay') or {}
     if not kwargs.get('pretrained') or overlay.get('file') or overlay.get('state_dict'):
         set_license(model, overlay.get('license'))

@@ -418,27 +418,41 @@ def test_another_image_size_takes_the_place_of_several(tmp_path, capsys):
     assert 'note: data.train_sizes = null in place of [32, 48]' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ('name', 'kept'),
-    [
-        ('resnet10t', {'drop_path_rate': 0.1}),
-        ('deit_tiny_patch16_224', {'drop_path_rate': 0.1, 'embed_dim': 64}),
-        ('aft_conv_small', {'drop_path_rate': 0.1, 'embed_dim': 64, 'kernel_size': 3}),
-    ],
-)
-def test_arguments_of_another_model_are_left_out(tmp_path, capsys, name, kept):
+@pytest.mark.parametrize('name', ['resnet10t', 'deit_tiny_patch16_224', 'aft_conv_small'])
+def test_another_name_on_the_command_line_is_the_model_of_that_name(tmp_path, capsys, name):
+    (tmp_path / 'base.yaml').write_text('model: {name: aft_conv_tiny, drop_path_rate: 0.1, embed_dim: 64}\n')
     file = tmp_path / 'file.yaml'
-    file.write_text('model: {name: aft_conv_tiny, drop_path_rate: 0.1, embed_dim: 64, kernel_size: 3}\n')
-    assert load_config(file, [f'model.name={name}']).model == {'name': name, **kept}
-    assert ('left out: ' + name in capsys.readouterr().err) == (len(kept) < 3)
+    file.write_text('base: base.yaml\nmodel: {kernel_size: 3}\n')
+    assert load_config(file, [f'model.name={name}']).model == {'name': name, 'drop_path_rate': 0.1}
+    (note,) = capsys.readouterr().err.splitlines()
+    assert f'model.embed_dim of {tmp_path / "base.yaml"} and model.kernel_size of {file} left out: {name} is' in note
+    typed = load_config(file, ['model.embed_dim=64', f'model.name={name}']) if name != 'resnet10t' else None
+    assert typed is None or typed.model == {'name': name, 'drop_path_rate': 0.1, 'embed_dim': 64}
     with pytest.raises(ValueError, match=r'^command line: model: .*resnet10t with .*num_heads=3: '):
         load_config(file, ['model.name=resnet10t', 'model.num_heads=3'])
 
 
+@pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_conv_nano.imagenette'])
+def test_the_same_name_on_the_command_line_keeps_the_arguments_of_the_file(tmp_path, capsys, name):
+    file = tmp_path / 'file.yaml'
+    file.write_text(f'model: {{name: {name.partition(".")[0]}, depth: 2, embed_dim: 64}}\n')
+    assert load_config(file, [f'model.name={name}']).model == {'name': name, 'depth': 2, 'embed_dim': 64}
+    assert not capsys.readouterr().err
+
+
+def test_a_file_with_another_name_than_its_base_keeps_what_the_model_takes(tmp_path, capsys):
+    (tmp_path / 'base.yaml').write_text('model: {name: aft_conv_tiny, depth: 2, kernel_size: 3}\n')
+    file = tmp_path / 'file.yaml'
+    file.write_text('base: base.yaml\nmodel: {name: deit_tiny_patch16_224}\n')
+    assert load_config(file).model == {'name': 'deit_tiny_patch16_224', 'depth': 2}
+    assert 'left out: deit_tiny_patch16_224 has no such argument' in capsys.readouterr().err
+
+
 def test_arguments_of_another_mixer_are_left_out(tmp_path):
     file = tmp_path / 'file.yaml'
-    file.write_text('model: {name: aft_local_char, depth: 2, dim: 30, window: 32, bias_dim: 8}\n')
+    file.write_text('model: {name: aft_local_char, mixer: full, depth: 2, dim: 30, window: null, bias_dim: 8}\n')
     config = load_config(file, ['model.name=transformer_char'], CharConfig)
+    # The name says no size.
     assert config.model == {'name': 'transformer_char', 'depth': 2, 'dim': 30}
 
 

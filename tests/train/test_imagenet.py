@@ -20,6 +20,7 @@ from train.distributed import World
 from train.imagenet import main
 
 ROOT = Path(__file__).parents[2]
+FULL = ['model.name=aft_full_tiny', 'model.depth=1', 'model.embed_dim=32', 'model.patch_size=8']
 ONE_EPOCH = ['--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'one_epoch.yaml')]
 DATA = f'data.dir={ROOT / "tests" / "assets" / "clothing"}'
 
@@ -285,7 +286,7 @@ def test_weights_of_other_classes_or_of_another_model_are_not_evaluated(run_dir,
 
 
 def test_a_model_of_fixed_input_size_is_evaluated_at_another(few, tmp_path, capsys):
-    fixed = [*ONE_EPOCH, *few, 'model.name=aft_full_tiny', 'model.num_heads=null', 'model.kernel_size=null']
+    fixed = [*ONE_EPOCH, *few, *FULL]
     main([*fixed, f'run.dir={tmp_path}'])
     main([*fixed, f'run.dir={tmp_path}', '--eval', 'data.img_size=[48,48]'])
     assert 'images 20' in capsys.readouterr().out
@@ -294,10 +295,9 @@ def test_a_model_of_fixed_input_size_is_evaluated_at_another(few, tmp_path, caps
 def test_several_sizes_need_a_model_that_takes_them(few, tmp_path):
     arguments = ['--quiet', '--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), f'run.dir={tmp_path / "run"}']
     arguments += [*few, 'data.train_sizes=[32,48]', 'data.eval_img_size=[40,40]']
-    fixed = ['model.name=aft_full_tiny', 'model.num_heads=null', 'model.kernel_size=null']
     with pytest.raises(ValueError, match=r'aft_full_tiny has a fixed one, got .*dynamic_img_size=true'):
-        main([*arguments, *fixed])
-    for model in ([], [*fixed, 'model.dynamic_img_size=true']):
+        main([*arguments, *FULL])
+    for model in ([], [*FULL, 'model.dynamic_img_size=true']):
         state = main([*arguments, 'run.overwrite=true', *model])
         assert state.progress.updates == 6
         assert torch.isfinite(torch.tensor(state.progress.history[0]['eval_loss']))
