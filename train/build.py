@@ -15,7 +15,7 @@ from aft_vision.data.datasets import MissingSplitError
 from aft_vision.evaluate import check_classes, initialize_model, load_model
 from aft_vision.models.transfer_source import build_model
 from aft_vision.sizes import check_image_size, has_fixed_input_size
-from train.checkpoint import BEST
+from train.checkpoint import BEST, describe_samples
 from train.distill import load_teacher
 from train.distributed import World
 from train.mismatch import naming_model_keys, stated_by_file, stated_by_name
@@ -47,7 +47,8 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
     state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
     rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
     cfg: Any = model.pretrained_cfg
-    described = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names, 'license': cfg.get('license')}
+    described: dict[str, Any] = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names}
+    described |= {'license': cfg.get('license'), 'data': describe_samples(loaders.train)}
     return state, {**described, 'data_config': described_preprocessing(config)}
 
 

@@ -3,18 +3,20 @@
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import logging
 import math
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from aft_vision.evaluate import read_checkpoint
 from aft_vision.files import BEST, LAST, older, replacing
@@ -29,6 +31,9 @@ RESULTS = ('curves.png', 'result.json', 'steps.csv')
 # Keys of `run` that affect updates, and keys of other sections that do not.
 RUN_KEYS = ('seed', 'amp')
 HARMLESS = ('data.num_workers', 'data.eval_batch_size', 'data.download')
+
+# Parts of a checkpoint without which no run goes on, besides its progress.
+PARTS = ('state_dict', 'ema_state_dict', 'optimizer', 'scaler', 'config', 'world_size')
 
 _logger = logging.getLogger(__name__)
 
@@ -193,11 +198,33 @@ def remove_run(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[str]) -> None:
+def describe_samples(loader: Any) -> dict[str, Any]:
+    """Return the number of training samples, and a digest of their names if they are files, as an entry `data`.
+
+    The names are those of the files and their class folders: a data set may move.
+    """
+    dataset = getattr(loader, 'dataset', None)
+    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+        return {}
+    # Below what transforms or chooses images.
+    files: Any = dataset
+    while not hasattr(files, 'reader') and hasattr(files, 'dataset'):
+        files = files.dataset
+    # Other readers know no name without reading the image.
+    if not hasattr(getattr(files, 'reader', None), 'samples'):
+        return {'samples': len(dataset)}
+    digest = hashlib.sha256()
+    for name in files.filenames(absolute=True):
+        digest.update('/'.join(name.rsplit('/', 2)[-2:]).encode('utf-8', 'surrogateescape') + b'\n')
+    return {'samples': len(dataset), 'names': digest.hexdigest()}
+
+
+def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[str], data: Mapping[str, Any]) -> None:
     """Resume from a checkpoint, and print its path and how this run differs from the one that wrote it.
 
     Args:
         class_names: Classes of the data set, which must be those of the checkpoint.
+        data: From `describe_samples`. Within an epoch, it must be that of the checkpoint.
         folder: Folder of the run.
         where: `auto` for the newest undamaged checkpoint in the folder, if there is one; or the path of a checkpoint,
             or of a run for its newest checkpoint.
@@ -214,9 +241,15 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     path, content = found
     if 'optimizer' not in content:
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
+    missing = [name for name in (*PARTS, *vars(state.progress)) if name not in content and name != 'best']
+    if missing:
+        raise ValueError(
+            f'expected a checkpoint with the whole state of a run, as {LAST} has, got {path} without '
+            f'{", ".join(missing)}; run.init_from starts a new run from its weights'
+        )
     if list(content['class_names']) != list(class_names):
         raise ValueError(f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others')
-    changes = _changes(content, state.config, state.world.size)
+    changes = [*_data_changes(content, data, path), *_changes(content, state.config, state.world.size)]
     try:
         state.load_state_dict(content, source=str(path))
     except ValueError as error:
@@ -230,6 +263,31 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
         print(f'resumed from {path}: {reached}, update {state.progress.updates}')
         for change in changes:
             print(f'  now with {change}')
+
+
+def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -> list[str]:
+    """Return how the training samples differ from those of a checkpoint.
+
+    Raises:
+        ValueError: they differ and the checkpoint is within an epoch, whose order is drawn from their number.
+    """
+    was = content.get('data') or {}
+    if was.get('samples') != now.get('samples'):
+        change = f'{now.get("samples")} training samples, was {was.get("samples")}'
+    elif was.get('names') != now.get('names'):
+        change = f'{now["samples"]} training samples of other names'
+    else:
+        return []
+    within = content['updates'] - content['epoch'] * content['updates_per_epoch']
+    # A checkpoint of an earlier version says nothing about its data.
+    if within and was:
+        raise ValueError(
+            f'expected the data set of {path}, which is within an epoch, after {within} of '
+            f'{content["updates_per_epoch"]} updates, got {change}: the rest of the epoch would have another order; '
+            'bring back these files, or resume from a checkpoint at the end of an epoch by run.resume=FILE and another '
+            'run.dir'
+        )
+    return [change if was else 'a data set that cannot be compared, as the checkpoint says nothing about its own']
 
 
 def _changes(content: dict[str, Any], config: Experiment, world_size: int) -> list[str]:

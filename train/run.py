@@ -64,7 +64,7 @@ def train_run(
     run, world = state.config.run, state.world
     _check_shared(run_dir, world)
     if run.resume is not None:
-        resume(state, run_dir, run.resume, loaders.class_names)
+        resume(state, run_dir, run.resume, loaders.class_names, description['data'])
         reached = state.progress
         if not (world.have_same(reached.updates) and world.have_same(reached.epoch)):
             raise ValueError(

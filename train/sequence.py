@@ -20,7 +20,7 @@ from aft_vision.likelihood import BitsEvaluator, evaluate_bits, sequence_loss
 from aft_vision.models.decoder import AFTDecoder, bits
 from aft_vision.models.decoders import create_decoder, load_decoder
 from aft_vision.visualize import draw_bits, save_figure
-from train.checkpoint import BEST, lock_run
+from train.checkpoint import BEST, describe_samples, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
@@ -193,6 +193,7 @@ def build_sequence_state(
         'class_names': [],
         'model_args': arguments,
         'task': model.task,
+        'data': describe_samples(loaders.train),
         **data.facts,
     }
     return state, description

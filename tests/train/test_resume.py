@@ -199,6 +199,45 @@ def test_other_data_are_not_gone_on_with(small, whole, tmp_path):
         main([*small, *other])
 
 
+@pytest.mark.parametrize('name', ['epoch', 'updates', 'history', 'updates_per_epoch', 'config', 'scaler'])
+def test_a_checkpoint_without_a_part_of_the_state_is_refused_before_its_weights_are_loaded(
+    small, whole, tmp_path, monkeypatch, name
+):
+    content = torch.load(whole / 'last.pth', weights_only=True)
+    del content[name]
+    torch.save(content, tmp_path / 'part.pth')
+    monkeypatch.setattr('train.state.load_matching_state_dict', lambda *_, **__: pytest.fail('weights were loaded'))
+    with pytest.raises(
+        ValueError, match=rf'the whole state of a run, .*, got .*part\.pth without {name}; run\.init_from'
+    ):
+        main([*small, f'run.resume={tmp_path / "part.pth"}', f'run.dir={tmp_path / "run"}'])
+
+
+@pytest.mark.parametrize(
+    ('change', 'found'),
+    [('remove', '59 training samples, was 60'), ('rename', '60 training samples of other names')],
+)
+def test_a_data_set_that_changed_is_an_error_within_an_epoch_and_a_line_after_it(
+    small, tmp_path, monkeypatch, capsys, change, found
+):
+    # Both 59 and 60 images make three updates.
+    arguments = [*small, 'data.batch_size=16', 'run.resume=auto', 'schedule.epochs=1', f'run.dir={tmp_path / "run"}']
+    photographs = link_photographs(tmp_path / 'images', 6, 2)
+    stop_in(monkeypatch, 2, main, [*arguments, f'data.dir={photographs}'])
+    # Elsewhere it is the same data set.
+    moved = photographs.rename(tmp_path / 'moved')
+    first = sorted((moved / 'train').rglob('*.*'))[0]
+    away = first.rename(tmp_path / first.name if change == 'remove' else first.with_stem('other'))
+    with pytest.raises(ValueError, match=f'within an epoch, after 2 of 3 updates, got {found}: the rest'):
+        main([*arguments, f'data.dir={moved}'])
+    away.rename(first)
+    main([*arguments, f'data.dir={moved}'])
+    first.rename(away)
+    capsys.readouterr()
+    main([*arguments, 'schedule.epochs=2', f'data.dir={moved}'])
+    assert f'now with {found}' in capsys.readouterr().out
+
+
 def test_other_classes_are_not_gone_on_with(small, whole, tmp_path):
     content = torch.load(whole / 'last.pth', weights_only=True)
     names = content['class_names']
