@@ -57,7 +57,7 @@ class CausalLocal(AFTLocal, CausalMixer):
         return self.proj_drop(self.proj(y))
 
     def _band(self, start: int, tokens: int) -> Tensor:
-        return self.position_bias()[start : start + tokens]
+        return self.position_bias(copy=False)[start : start + tokens]
 
 
 class CausalFull(AFTFull, CausalMixer):
@@ -73,7 +73,7 @@ class CausalFull(AFTFull, CausalMixer):
     prefill = CausalLocal.prefill
 
     def _band(self, start: int, tokens: int) -> Tensor:
-        bias = self.position_bias()[start : start + tokens]
+        bias = self.position_bias(copy=False)[start : start + tokens]
         last = torch.arange(start, start + tokens, device=bias.device)[:, None]
         return bias.gather(1, (last + 1 + torch.arange(self.window, device=bias.device)) % self.window)
 

@@ -199,7 +199,7 @@ class AFTFull(PairMixer):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
-        bias = self.position_bias(grid)
+        bias = self.position_bias(grid, copy=False)
         # A full slice would stay in the exported graph, and Core ML's converter does not support it.
         if grid is None and not (self.exportable and bias.shape[0] == x.shape[1]):
             bias = shorten_bias(bias, x.shape[1])
@@ -230,7 +230,7 @@ class AFTLocal(PairMixer):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._project(x)
-        band = self.position_bias(grid)
+        band = self.position_bias(grid, copy=False)
         if grid is None and not (self.exportable and band.shape[0] == x.shape[1]):
             band = band[: x.shape[1]]
         if self.causal:
@@ -324,7 +324,7 @@ class AFTConv(GridMixer):
         if grid is None:
             raise ValueError('AFTConv needs the token grid (H, W), got None')
         q, k, v = self._project(x)
-        kernel = self.kernel()
+        kernel = self.kernel(copy=False)
         if self.gumbel and not self.training and not self.exportable:
             offset, weight = ops.onehot_kernel(kernel)
             y = ops.aft_onehot(q, k, v, offset, weight, grid, mask)
@@ -447,7 +447,7 @@ class AFTAxial(GridMixer):
         if grid is None:
             raise ValueError('AFTAxial needs the token grid (H, W), got None')
         q, k, v = self._project(x)
-        rows, columns = self.row_bias(grid[0]), self.column_bias(grid[1])
+        rows, columns = self.row_bias(grid[0], copy=False), self.column_bias(grid[1], copy=False)
         y = ops.aft_axial(q, k, v, rows, columns, grid, mask, self._backend())
         return self._output(y, v, grid, mask)
 

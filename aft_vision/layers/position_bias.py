@@ -8,6 +8,8 @@ drops it. So a fused model can be trained further. Other writes that torch does 
 `fused=True` after compiled or no calls; call `fuse()` again. Compiled graphs, torch.vmap, forward-mode derivatives and
 modules with a parametrisation always compute the output.
 Exported and scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
+
+Modules return copies, which may be written. The mixers pass `copy=False` and read the cache itself, or the parameter.
 """
 
 from typing import Any, ClassVar, Final
@@ -105,8 +107,8 @@ class FusedModule(nn.Module):
         if self.fused is not None:
             self.fuse()
 
-    def value(self) -> Tensor:
-        """Return the cached result if it may be used, else compute it."""
+    def _value(self) -> Tensor:
+        # Return the cached result if it may be used, else compute it.
         fused = self.fused
         if fused is None or self.training:
             return self.compute()
@@ -114,8 +116,8 @@ class FusedModule(nn.Module):
             return fused
         return self._checked_value()
 
-    def value_at(self, grid: tuple[int, int]) -> Tensor:
-        """Return the result at a grid: its own, the last other one if that may be used, else compute it."""
+    def _value_at(self, grid: tuple[int, int]) -> Tensor:
+        # Return the result at a grid: its own, the last other one if that may be used, else compute it.
         if torch.jit.is_scripting():
             return self.compute_at(grid)
         return self._checked_value_at(grid)
@@ -160,7 +162,7 @@ class FusedModule(nn.Module):
         if torch.compiler.is_compiling():
             return self.compute_at(grid)
         if grid == getattr(self, 'grid', None):
-            return self.value()
+            return self._value()
         if self.fused is None or self.training or torch.jit.is_tracing() or not self._reuses():
             return self.compute_at(grid)
         # Another thread may replace it at any time. A captured CUDA graph would read one that is freed, and a fake
@@ -226,9 +228,14 @@ class _PairBias(FusedModule):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.01)
 
-    def forward(self, grid: tuple[int, int] | None = None) -> Tensor:
-        """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal."""
-        return self.value() if grid is None else self.value_at(grid)
+    def forward(self, grid: tuple[int, int] | None = None, copy: bool = True) -> Tensor:
+        """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal.
+
+        Args:
+            copy: False may return the cache or the parameter, for a caller that does not write to it.
+        """
+        bias = self._value() if grid is None else self._value_at(grid)
+        return bias.clone() if copy else bias
 
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
@@ -390,9 +397,10 @@ class StandardizedKernel(_Standardized):
         check_kernel_size(kernel_size)
         super().__init__((num_heads, kernel_size, kernel_size), standardize, device, dtype)
 
-    def forward(self) -> Tensor:
-        """Return the kernel, (h, s, s)."""
-        return self.value()
+    def forward(self, copy: bool = True) -> Tensor:
+        """Return the kernel, (h, s, s); with copy=False perhaps the cache or the parameter, which must not be written."""
+        kernel = self._value()
+        return kernel.clone() if copy else kernel
 
 
 @register_notrace_module
@@ -422,10 +430,16 @@ class AxisBias(_Standardized):
         super().__init__((num_heads, 2 * window_size - 1), standardize, device, dtype)
         self.resample = resample
 
-    def forward(self, length: int) -> Tensor:
-        """Return the bias of an axis of `length` tokens: (h, 2s - 1), or with `resample` (h, 2 * length - 1)."""
-        bias = self.value()
-        return resample_axis(bias, length) if self.resample else bias
+    def forward(self, length: int, copy: bool = True) -> Tensor:
+        """Return the bias of an axis of `length` tokens: (h, 2s - 1), or with `resample` (h, 2 * length - 1).
+
+        Args:
+            copy: False may return the cache or the parameter, for a caller that does not write to it.
+        """
+        bias = self._value()
+        if self.resample:
+            return resample_axis(bias, length)
+        return bias.clone() if copy else bias
 
 
 def resample_axis(bias: Tensor, length: int) -> Tensor:

@@ -215,7 +215,7 @@ class Session:
 
     def clone(self) -> 'Session':
         """Return a new session that continues from a copy of the state."""
-        return Session(self.model, self.state.clone(), self.logits)
+        return Session(self.model, self.state.clone(), None if self.logits is None else self.logits.clone())
 
     def reorder(self, index: Tensor) -> 'Session':
         """Return a new session with the sequences selected by index (N,), which may repeat, as in beam search."""

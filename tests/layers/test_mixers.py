@@ -311,14 +311,37 @@ def test_a_fused_mixer_gives_the_same_and_reads_its_cache(name: str):
         assert not torch.equal(call(mixer, x), expected)
 
 
+@pytest.mark.parametrize('name', FUSED)
+@pytest.mark.parametrize('fused', [True, False], ids=['fused', 'not fused'])
+@torch.no_grad()
+def test_writing_to_a_returned_bias_does_not_change_the_mixer(name: str, fused: bool):
+    mixer, x = randomized(MAKERS[name](dtype=torch.float64)).eval(), randn(2, 12, 8)
+    if fused:
+        mixer.fuse()
+    has_other_grids = name in ('full', 'full_whole_bias', 'local', 'local_whole_bias')
+    grids = [GRID, (2, 6)] if has_other_grids else []
+    expected = [call(mixer, x), *(mixer(x, grid) for grid in grids)]
+    returned = [bias_of(fused_module(mixer)), *(mixer.position_bias(grid) for grid in grids)]
+    if isinstance(mixer, AFTConv | AFTAxial):
+        returned += [mixer.kernel()]
+    if isinstance(mixer, AFTConv):
+        returned += [mixer.evaluated_kernel()]
+    for bias in returned:
+        bias.zero_()
+    assert torch.equal(call(mixer, x), expected[0])
+    # The last other grid first, while its bias is still the one kept.
+    for grid, y in zip(reversed(grids), reversed(expected[1:]), strict=True):
+        assert torch.equal(mixer(x, grid), y)
+
+
 @pytest.mark.parametrize('name', ['full', 'full_whole_bias', 'local', 'local_whole_bias'])
 def test_a_fused_mixer_keeps_the_bias_of_the_last_other_grid(name: str):
     mixer, x = randomized(MAKERS[name](dtype=torch.float64)).eval(), randn(2, 20, 8)
     expected = mixer(x, (4, 5))
     mixer.fuse()
     with torch.inference_mode():
-        bias = mixer.position_bias((4, 5))
-        assert mixer.position_bias((4, 5)) is bias
+        bias = mixer.position_bias((4, 5), copy=False)
+        assert mixer.position_bias((4, 5), copy=False) is bias
         assert torch.equal(mixer(x, (4, 5)), expected)
         # A copy, like a file, has it not.
         assert copy.deepcopy(mixer).position_bias.resized is None
@@ -682,8 +705,8 @@ def test_parameters_made_in_inference_mode_are_read_again_when_loaded_or_fused()
         mixer = randomized(MAKERS['full']()).eval().fuse()
         other = randomized(MAKERS['full'](), scale=0.7).eval()
         x = randn(2, 12, 8).float()
-        bias = mixer.position_bias()
-        assert mixer.position_bias() is bias
+        bias = mixer.position_bias(copy=False)
+        assert mixer.position_bias(copy=False) is bias
         mixer.load_state_dict(other.state_dict())
         assert torch.equal(mixer(x), other(x))
         # Such a parameter does not count the writes to it.

@@ -114,6 +114,8 @@ def test_a_session_can_be_reordered_and_copied(name: str):
     picked, copy = session.reorder(index), session.clone()
     assert torch.equal(picked.logits, session.logits[index])
     assert torch.equal(session.clone().sample(3, seed=5), session.clone().sample(3, seed=5))
+    session.clone().logits.zero_()
+    assert torch.equal(picked.logits, session.logits[index])
     expected = session.step(tokens[:, 9])
     assert torch.equal(copy.step(tokens[:, 9]), expected)
     # Not bit for bit: a product of four rows may add in another order than one of three.
