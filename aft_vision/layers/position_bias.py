@@ -325,10 +325,13 @@ class PairwiseBias(_PairBias):
         self.reset_parameters()
 
     def compute(self) -> Tensor:
-        return self._band(self.weight)
+        window = self.window
+        if window is not None:
+            window = min(window, self.weight.shape[0])
+        return self._band(self.weight, window)
 
     def compute_at(self, grid: tuple[int, int]) -> Tensor:
-        return self._band(self._resampled(self.weight, grid))
+        return self._band(self._resampled(self.weight, grid), self.window)
 
     @torch.jit.unused
     def band_row(self, position: Tensor, window: int) -> Tensor:
@@ -339,9 +342,8 @@ class PairwiseBias(_PairBias):
         rows = _resample_tokens(x, grid, self.grid, self.num_prefix_tokens)
         return _resample_tokens(rows.t(), grid, self.grid, self.num_prefix_tokens).t()
 
-    def _band(self, bias: Tensor) -> Tensor:
-        window = self.window
-        return bias if window is None else local_bias(bias, min(window, bias.shape[0]), self.causal)
+    def _band(self, bias: Tensor, window: int | None) -> Tensor:
+        return bias if window is None else local_bias(bias, window, self.causal)
 
 
 class _Standardized(FusedModule):
@@ -398,7 +400,11 @@ class StandardizedKernel(_Standardized):
         super().__init__((num_heads, kernel_size, kernel_size), standardize, device, dtype)
 
     def forward(self, copy: bool = True) -> Tensor:
-        """Return the kernel, (h, s, s); with copy=False perhaps the cache or the parameter, which must not be written."""
+        """Return the kernel, (h, s, s).
+
+        Args:
+            copy: False may return the cache or the parameter, for a caller that does not write to it.
+        """
         kernel = self._value()
         return kernel.clone() if copy else kernel
 

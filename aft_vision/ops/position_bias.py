@@ -37,7 +37,8 @@ def factorized_bias(bias_u: Tensor, bias_v: Tensor, window: int | None = None, c
 
     Args:
         bias_u, bias_v: (T, d') factors of targets and of sources.
-        window: s, in tokens: only the band with |t - t'| < s is computed, in O(T s) memory (AFT Eq. 4).
+        window: s, in tokens: only the band with |t - t'| < s is computed, in O(T s) memory (AFT Eq. 4); in a program
+            that is exported for any T, in O(T * T).
         causal: with a window, only the token and the s - 1 tokens before it.
 
     Returns:
@@ -55,6 +56,9 @@ def factorized_bias(bias_u: Tensor, bias_v: Tensor, window: int | None = None, c
     else:  # TorchScript compiles neither this branch nor autocast
         # It will be exponentiated, so autocast must not round it.
         with without_autocast(bias_u.device.type):
+            if window is not None and isinstance(bias_u.shape[0], torch.SymInt):
+                # An exported program for any grid. Blocks would fix whether there are several.
+                return local_bias(bias_u @ bias_v.t(), window, causal)
             return _product(bias_u, bias_v, window, causal)
 
 

@@ -117,6 +117,16 @@ def test_one_exported_program_serves_every_grid(name: str, depth: int, fused: bo
             assert_close(program(images(*size)), model(images(*size)), 1e-5)
 
 
+@pytest.mark.parametrize('bias', [dict(bias_dim=16), dict(bias_dim=None, factorize_bias=False)], ids=str)
+def test_one_exported_program_of_aft_local_serves_every_grid(bias: dict[str, Any]):
+    model = make('aft_full_tiny', mixer='local', window_size=5, depth=1, dynamic_img_size=True, **bias)
+    program = export_of_any_size(model).module()
+    with torch.no_grad():
+        # The smallest has fewer tokens than one block of the band.
+        for size in [*GRIDS[:2], (32, 48)]:
+            assert_close(program(images(*size)), model(images(*size)), 1e-5)
+
+
 # The tests of the export have AFT-conv and AFT-axial, also as ONNX files.
 @pytest.mark.parametrize('name', ['aft_conv_tiny onehot', 'aft_axial_tiny hybrid'])
 def test_an_exportable_model_is_a_program_of_torch_s_own_operators_for_every_grid(name: str, tmp_path):
