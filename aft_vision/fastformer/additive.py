@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.utils.generic import maybe_autocast
 
 from .config import FastformerConfig
 from .initialization import draw_weights
-from .interaction import create_interaction
+from .interaction import Add, Concat, Multiply, create_interaction
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
@@ -54,7 +54,28 @@ def additive_pool(x: Tensor, direction: Tensor, mask: Tensor | None = None) -> t
     Returns:
         The weights (B, h, N) and the means (B, h, C), in direction's dtype.
     """
-    return _AdditivePool.apply(x, direction.expand(x.shape[0], -1, -1), mask)
+    direction = direction.expand(x.shape[0], -1, -1)
+    if is_transformed(x, direction):
+        return _pool(x, direction, mask)
+    return _AdditivePool.apply(x, direction, mask)
+
+
+def _pool(x: Tensor, direction: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    wide = x.to(direction.dtype)
+    weights = masked_softmax(torch.bmm(direction, wide.mT), mask)
+    return weights, torch.bmm(weights, wide)
+
+
+def is_transformed(*tensors: Tensor) -> bool:
+    """Return True under a transform of torch.func, or where a tensor has a tangent of forward-mode differentiation.
+
+    An autograd function fast enough for small models, without `setup_context`, supports neither.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 class _AdditivePool(torch.autograd.Function):
@@ -62,10 +83,9 @@ class _AdditivePool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, direction: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        wide = x.to(direction.dtype)
-        weights = masked_softmax(torch.bmm(direction, wide.mT), mask)
+        weights, mean = _pool(x, direction, mask)
         ctx.save_for_backward(x, direction, weights)
-        return weights, torch.bmm(weights, wide)
+        return weights, mean
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,7 +177,8 @@ class FastformerAttention(nn.Module):
             The output (B, N, C) and the weights alpha and beta (B, h, N) of queries and keys.
         """
         linears = (self.query, self.key, self.value, self.transform, self.proj)
-        if not all(linear is None or may_be_read(linear) for linear in linears):
+        interactions = (self.key_interaction, self.value_interaction)
+        if not all(module is None or may_be_read(module) for module in (*linears, *interactions)):
             return self._forward_as_written(x, mask)
         with maybe_autocast(x.device.type, enabled=False):
             alpha, beta, global_key = self._attend(x, mask)
@@ -263,17 +284,18 @@ def _is_long(x: Tensor) -> bool:
     return x.shape[1] >= x.shape[2]
 
 
-def may_be_read(linear: nn.Module) -> bool:
-    """Return True if a linear layer is fully described by its weight and bias and need not be called.
+def may_be_read(module: nn.Module) -> bool:
+    """Return True if a linear layer or an interaction is fully described by its parameters and need not be called.
 
     Adapters, quantised and parametrised layers have another class. Hooks see inputs and outputs, or load the weights.
     Offloading replaces `forward`. torchao keeps the class and replaces the weight by its own tensor type, which can be
     multiplied but neither viewed nor indexed.
     """
-    hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
-    if type(linear) is not nn.Linear or any(hooks) or 'forward' in linear.__dict__:
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    if type(module) not in (nn.Linear, Multiply, Add, Concat) or any(hooks) or 'forward' in module.__dict__:
         return False
-    return not is_traceable_wrapper_subclass(linear.weight)
+    # Of the types, because torch.compile sees torchao's weights as plain tensors otherwise.
+    return not any(hasattr(type(weight), '__tensor_flatten__') for weight in module.parameters(recurse=False))
 
 
 def _project(weight: Tensor, mean: Tensor) -> Tensor:

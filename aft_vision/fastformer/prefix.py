@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
+from .additive import is_transformed
+
 CHUNK = 16
 
 
@@ -36,13 +38,13 @@ def prefix_softmax_mean(
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
     with maybe_autocast(x.device.type, enabled=False):
         if state is None:
-            means, log_sums = _PrefixMean.apply(x, scores)
+            means, log_sums = _means(x, scores)
         elif x.shape[2] == 1:
             means, log_sums = _step(x, scores, state)
         else:
             # The earlier tokens act as one vector, whose score is the log of their sum.
             x, scores = torch.cat([state[..., :-1], x], 2), torch.cat([state[..., -1], scores], 2)
-            means, log_sums = (y[:, :, 1:] for y in _PrefixMean.apply(x, scores))
+            means, log_sums = (y[:, :, 1:] for y in _means(x, scores))
         return means, torch.cat([means[:, :, -1:], log_sums[:, :, -1:, None]], -1)
 
 
@@ -55,19 +57,23 @@ def _step(x: Tensor, scores: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return means, log_sums
 
 
+def _means(x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute means (B, h, N, d) and the logs of sums (B, h, N), differentiable in every mode."""
+    function = _TransformedPrefixMean if is_transformed(x, scores) else _PrefixMean
+    return function.apply(x, scores)
+
+
 class _PrefixMean(torch.autograd.Function):
     """Means and logs of sums; the backward pass repeats the weights instead of keeping them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        # The lowest finite number before the first token that counts, so that differences are defined.
-        log_sums = torch.logcumsumexp(scores, -1).clamp_min_(torch.finfo(scores.dtype).min)
+        log_sums = _log_sums(scores)
         means = _sum_before(x, scores, log_sums)
         ctx.save_for_backward(x, scores, log_sums, means)
         return means, log_sums
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_means: Tensor, grad_log_sums: Tensor) -> tuple[Tensor, Tensor]:
         x, scores, log_sums, means = ctx.saved_tensors
         with maybe_autocast(x.device.type, enabled=False):
@@ -75,6 +81,39 @@ class _PrefixMean(torch.autograd.Function):
             sums = _sum_after(torch.cat([grad_means, shared[..., None]], -1), scores, log_sums)
             grad_x = sums[..., :-1]
             return grad_x, (grad_x * x).sum(-1) - sums[..., -1]
+
+
+class _TransformedPrefixMean(torch.autograd.Function):
+    """`_PrefixMean` for the transforms of torch.func, which need slower calls, and for forward-mode differentiation."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        log_sums = _log_sums(scores)
+        # Contiguous, as a tangent is.
+        return _sum_before(x, scores, log_sums).contiguous(), log_sums
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        x, scores, means, log_sums = *inputs, *output
+        ctx.save_for_backward(x, scores, log_sums, means)
+        ctx.save_for_forward(x, scores, log_sums, means)
+
+    backward = _PrefixMean.backward
+
+    @staticmethod
+    def jvp(ctx: Any, x_tangent: Tensor, scores_tangent: Tensor) -> tuple[Tensor, Tensor]:
+        x, scores, log_sums, means = ctx.saved_tensors
+        with maybe_autocast(x.device.type, enabled=False):
+            change = scores_tangent[..., None]
+            sums = _sum_before(torch.cat([x_tangent + change * x, change], -1), scores, log_sums)
+            return sums[..., :-1] - means * sums[..., -1:], sums[..., -1]
+
+
+def _log_sums(scores: Tensor) -> Tensor:
+    """Compute the log of the sum over j <= i of exp(scores_j), finite before the first token that counts too."""
+    return torch.logcumsumexp(scores, -1).clamp_min_(torch.finfo(scores.dtype).min)
 
 
 def _sum_before(x: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
@@ -87,7 +126,7 @@ def _sum_before(x: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
     ends = log_sums[..., :-1, -1]
     earlier = _sum_before(sums[..., :-1, -1, :], ends, ends)
     decay = torch.exp(ends[..., None] - log_sums[..., 1:, :])
-    sums[..., 1:, :, :].addcmul_(decay[..., None], earlier[..., None, :])
+    _add_product(sums[..., 1:, :, :], decay[..., None], earlier[..., None, :])
     return sums.flatten(-3, -2)[..., :tokens, :]
 
 
@@ -102,8 +141,16 @@ def _sum_after(y: Tensor, scores: Tensor, log_sums: Tensor) -> Tensor:
     decay = torch.exp(ends[..., None] - log_sums[..., 1:, :])
     later = _sum_after((decay[..., None, :] @ y[..., 1:, :, :]).squeeze(-2), ends, ends)
     gain = torch.exp(scores[..., :-1, :] - ends[..., None])
-    sums[..., :-1, :, :].addcmul_(gain[..., None], later[..., None, :])
+    _add_product(sums[..., :-1, :, :], gain[..., None], later[..., None, :])
     return sums.flatten(-3, -2)[..., :tokens, :]
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    # torch.func.vmap has no rule for addcmul_, and would loop over the batch.
+    if is_transformed():
+        total.add_(x * y)
+    else:
+        total.addcmul_(x, y)
 
 
 def _weights(scores: Tensor, log_sums: Tensor) -> Tensor:

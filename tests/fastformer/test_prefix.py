@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import NASTY_BOUND, assert_close, generator, randn
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from aft_vision.fastformer import reference
 from aft_vision.fastformer.prefix import CHUNK, prefix_softmax_mean
@@ -150,3 +151,51 @@ def test_what_is_kept_for_the_backward_pass_grows_linearly():
         del means
     # Vectors, means, scores and the logs of their sums.
     assert kept[2] - kept[1] == kept[1] - kept[0] == B * HEADS * CHUNK**2 * (2 * WIDTH + 2) * 8
+
+
+def products(function, x: Tensor, scores: Tensor, directions: tuple[Tensor, Tensor], nested) -> tuple[Tensor, Tensor]:
+    """The products of the second derivatives of a sum of cubes and a direction."""
+
+    def loss(x: Tensor, scores: Tensor) -> Tensor:
+        return function(x, scores).pow(3).sum()
+
+    first = torch.func.grad(loss, (0, 1))
+    if nested == 'forward over reverse':
+        return torch.func.jvp(first, (x, scores), directions)[1]
+    if nested == 'reverse over reverse':
+        return torch.func.grad(
+            lambda *at: sum((g * d).sum() for g, d in zip(first(*at), directions, strict=True)), (0, 1)
+        )(x, scores)
+    at = [y.clone().requires_grad_() for y in (x, scores)]
+    gradients = torch.autograd.grad(loss(*at), at, create_graph=True)
+    return torch.autograd.grad(gradients, at, directions)
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['all', 'masked'])
+@pytest.mark.parametrize('N', [3, CHUNK**2 + 5])
+def test_forward_mode_batches_and_second_derivatives_equal_the_quadratic_form(N: int, masked: bool):
+    x, scores = make_inputs(N, scale=3.0)
+    mask = make_mask(N) if masked else None
+    directions = (randn(*x.shape, seed=7), randn(*scores.shape, seed=8))
+
+    def means(x: Tensor, scores: Tensor) -> Tensor:
+        return prefix_softmax_mean(x, scores, mask)[0]
+
+    def expected(x: Tensor, scores: Tensor) -> Tensor:
+        return quadratic(x, scores, mask)
+
+    change = torch.func.jvp(expected, (x, scores), directions)[1]
+    assert_close(torch.func.jvp(means, (x, scores), directions)[1], change, 1e-11)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(y, d) for y, d in zip((x, scores), directions, strict=True)]
+        assert_close(forward_ad.unpack_dual(means(*duals)).tangent, change, 1e-11)
+    for nested in ('forward over reverse', 'reverse over reverse', 'create_graph'):
+        found, wanted = (products(f, x, scores, directions, nested) for f in (means, expected))
+        for got, want in zip(found, wanted, strict=True):
+            assert_close(got, want, 1e-10, nested, floor=1.0)
+
+
+def test_a_batch_of_torch_func_equals_the_batch():
+    x, scores = make_inputs(CHUNK + 3)
+    one = torch.func.vmap(lambda x, scores: prefix_softmax_mean(x[None], scores[None])[0][0], (0, None))
+    assert_close(one(x, scores[0]), quadratic(x, scores[:1].expand(B, -1, -1)), 1e-12)
