@@ -127,24 +127,23 @@ class LinformerAttention(HeadAttention):
 
     def __init__(self, config: FastformerConfig, index: int) -> None:
         super().__init__(config, index)
-        length, slots = config.max_position_embeddings, config.linformer_dim
-        self.project_key, self.project_value = (nn.Linear(length, slots, bias=False) for _ in range(2))
+        self.longest, slots = config.max_position_embeddings, config.linformer_dim
+        self.project_key, self.project_value = (nn.Linear(self.longest, slots, bias=False) for _ in range(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        longest = self.project_key.in_features
+        longest = self.longest
         if k.shape[2] > longest:
             raise ValueError(
                 f'Linformer takes at most max_position_embeddings ({longest}) tokens, got {k.shape[2]}; truncate them'
             )
-        project_key, project_value = (partial(_sum_positions, p) for p in (self.project_key, self.project_value))
+        project_key, project_value = (partial(self._sum_positions, p) for p in (self.project_key, self.project_value))
         return projected_attention(q, k, v, project_key, project_value, mask)
 
-
-def _sum_positions(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Return the sums (B, h, slots, d) over the positions of x (B, h, N, d), with a layer of the longest N."""
-    if may_be_read(linear):
-        return linear.weight[:, : x.shape[2]] @ x
-    return linear(F.pad(x.mT, (0, linear.in_features - x.shape[2]))).mT
+    def _sum_positions(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """Return the sums (B, h, slots, d) over the positions of x (B, h, N, d), with a layer of the longest N."""
+        if may_be_read(linear):
+            return linear.weight[:, : x.shape[2]] @ x
+        return linear(F.pad(x.mT, (0, self.longest - x.shape[2]))).mT
 
 
 class PoolingformerAttention(HeadAttention):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from .additive import FastformerAttention, accumulate_dtype
+from .additive import FastformerAttention, accumulate_dtype, may_be_read
 from .config import FastformerConfig
 from .interaction import Multiply
 from .prefix import prefix_softmax_mean
@@ -120,6 +120,8 @@ class CausalFastformerAttention(PrefixAttention):
     def _key_scores(self, k: Tensor) -> Tensor:
         """Compute the scores (B, h, N) of keys (B, N, h, d) if the interaction adds a constant to all of them."""
         score = self._scaled(self.key_score, k.dtype)
+        if not may_be_read(self.key_interaction):
+            return self._score(score, self.key_interaction(torch.zeros_like(k), k))
         return self._score(self.key_interaction.pull_back(score, torch.zeros_like(score)), k)
 
 
@@ -138,29 +140,30 @@ class AdditiveCrossAttention(PrefixAttention):
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
-        source: tuple[Tensor, Tensor],
+        source: Tensor | tuple[Tensor, Tensor],
         source_mask: Tensor | None = None,
         mask: Tensor | None = None,
         state: AttentionState | None = None,
-    ) -> tuple[Tensor, AttentionState]:
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], AttentionState]:
         """Read the source.
 
         Args:
             x: (B, N, C) target tokens.
-            source: the output of `project`.
+            source: (B, S, C), or the output of `project` for it.
             source_mask: (B, S) bool, True where a source token counts; None: all do.
             mask: (B, P + N) bool, True where a target token counts; None: all do.
             state: state after the P tokens before x; None if there are none.
 
         Returns:
-            The output (B, N, C), and the state after the last token.
+            The output (B, N, C), the output of `project`, and the state after the last token.
         """
+        projected = source if isinstance(source, tuple) else self.project(source)
         q = self._vectors(self.query, x)
         with maybe_autocast(x.device.type, enabled=False):
             new = None if mask is None else mask[:, -x.shape[1] :]
             g, queries = self._prefix_queries(q, new, None if state is None else state.queries)
-            global_key = self._meet(g, source[0], None if source_mask is None else source_mask[:, None, None])
-        return self._output(q, x, global_key), AttentionState(queries, queries[..., :0])
+            global_key = self._meet(g, projected[0], None if source_mask is None else source_mask[:, None, None])
+        return self._output(q, x, global_key), projected, AttentionState(queries, queries[..., :0])
 
 
 class DotProductCrossAttention(nn.Module):
@@ -180,15 +183,16 @@ class DotProductCrossAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        source: tuple[Tensor, Tensor],
+        source: Tensor | tuple[Tensor, Tensor],
         source_mask: Tensor | None = None,
         mask: Tensor | None = None,
         state: AttentionState | None = None,
-    ) -> tuple[Tensor, None]:
-        """Read the source, with the arguments of `AdditiveCrossAttention`; the last two have no effect."""
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], None]:
+        """Read the source, as `AdditiveCrossAttention` does; the last two arguments have no effect."""
+        projected = source if isinstance(source, tuple) else self.project(source)
         allowed = None if source_mask is None else source_mask[:, None, None]
-        y = attend(self._heads(self.query(x)), *source, allowed)
-        return self.proj(y.transpose(1, 2).flatten(2)), None
+        y = attend(self._heads(self.query(x)), *projected, allowed)
+        return self.proj(y.transpose(1, 2).flatten(2)), projected, None
 
     def _heads(self, x: Tensor) -> Tensor:  # (B, N, C) -> (B, h, N, d)
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

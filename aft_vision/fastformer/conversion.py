@@ -67,10 +67,12 @@ class ConversionHead(nn.Module):
     def forward(self, user: Tensor, ad: Tensor) -> Tensor:  # (..., C), (..., C) -> (...,)
         x = self.dropout(self.act(self.fc1(torch.cat([user, ad, user * ad], -1))))
         # bfloat16 logits have three digits, and many users would have the same one.
-        weight = self.fc2.weight
+        # A wrapper may have no weight, and the weights of some quantised layers are integers.
+        weight = getattr(self.fc2, 'weight', x)
+        dtype = weight.dtype if weight.is_floating_point() else x.dtype
         with maybe_autocast(x.device.type, enabled=False):
-            if weight.dtype == accumulate_dtype(weight) or not may_be_read(self.fc2):
-                return self.fc2(x.to(weight.dtype)).squeeze(-1)
+            if dtype == accumulate_dtype(weight) or not may_be_read(self.fc2):
+                return self.fc2(x.to(dtype)).squeeze(-1)
             return F.linear(x.float(), weight.float(), self.fc2.bias.float()).squeeze(-1)
 
 

@@ -1,5 +1,6 @@
 """The decoder: layers that mix the target's tokens, read the source, and predict the next token from both."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,18 +36,25 @@ class FastformerDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        source: tuple[Tensor, Tensor],
+        source: Tensor | None = None,
+        keys: Tensor | None = None,
+        values: Tensor | None = None,
         source_mask: Tensor | None = None,
         mask: Tensor | None = None,
         state: AttentionState | None = None,
         cross_state: AttentionState | None = None,
-    ) -> tuple[Tensor, AttentionState, AttentionState | None]:
-        """Compute the output (B, N, C) and the states of both attentions, with their arguments."""
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionState, AttentionState | None]:
+        """Compute the output (B, N, C), the keys and values of the source, and the states of both attentions.
+
+        The source (B, S, C), or its keys and values from an earlier call, are arguments of their own, because reentrant
+        checkpointing detaches no tensor in a tuple.
+        """
         y, state = self.attn(x, mask, state)
         x = self.norm1(x + self.dropout(y))
-        y, cross_state = self.cross_attn(x, source, source_mask, mask, cross_state)
+        kept = source if keys is None else (keys, values)
+        y, (keys, values), cross_state = self.cross_attn(x, kept, source_mask, mask, cross_state)
         x = self.norm2(x + self.dropout(y))
-        return self.norm3(x + self.dropout(self.mlp(x))), state, cross_state
+        return self.norm3(x + self.dropout(self.mlp(x))), keys, values, state, cross_state
 
 
 class DecoderEmbeddings(nn.Module):
@@ -54,6 +62,7 @@ class DecoderEmbeddings(nn.Module):
 
     def __init__(self, config: FastformerConfig) -> None:
         super().__init__()
+        self.max_positions = config.max_target_positions
         same = config.embedding_size == config.hidden_size
         self.projection = nn.Identity() if same else nn.Linear(config.embedding_size, config.hidden_size)
         self.embed_positions = nn.Embedding(config.max_target_positions, config.hidden_size)
@@ -71,17 +80,17 @@ class DecoderEmbeddings(nn.Module):
         Raises:
             ValueError: the text is longer than the positions.
         """
-        length, limit = before + inputs_embeds.shape[1], self.embed_positions.num_embeddings
+        length, limit = before + inputs_embeds.shape[1], self.max_positions
         if length > limit:
             raise ValueError(
                 f'a generated text may have {limit} tokens (max_target_positions), its beginning included, got '
                 f'{length}: lower max_new_tokens, truncate the labels, or raise max_target_positions'
             )
         if mask is None:
-            positions = self.embed_positions.weight[before:length]
+            positions = torch.arange(before, length, device=inputs_embeds.device)
         else:
-            positions = self.embed_positions((mask.cumsum(1) - 1).clamp_min(0)[:, before:])
-        return self.dropout(self.norm(self.projection(inputs_embeds) + positions))
+            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, before:]
+        return self.dropout(self.norm(self.projection(inputs_embeds) + self.embed_positions(positions)))
 
 
 class FastformerDecoder(nn.Module):
@@ -125,13 +134,19 @@ class FastformerDecoder(nn.Module):
         if mask is not None:
             inputs_embeds = inputs_embeds.masked_fill(~mask[:, before:, None], 0.0)
         x = self.embeddings(inputs_embeds, before, mask)
-        sources = [self._project(i, encoder_hidden_states, cache) for i in range(len(self.layers))]
+        count = len(self.layers)
+        projected: list[Any] = [None if cache is None else cache.read_source(i) for i in range(count)]
+        if encoder_hidden_states is None and None in projected:
+            raise ValueError('the decoder needs the states of the encoder, or a cache that holds their projections')
         states = [x]
         for i in range(self.depth):
-            index = i % len(self.layers)
-            past = self._read(cache, i)
-            x, *new = self.layers[index](x, sources[index], source_mask, mask, *past)
-            self._write(cache, i, new, inputs_embeds.shape[1])
+            index = i % count
+            source = (encoder_hidden_states, None, None) if projected[index] is None else (None, *projected[index])
+            x, *pair, state, cross_state = self.layers[index](x, *source, source_mask, mask, *self._read(cache, i))
+            self._write(cache, i, (state, cross_state), inputs_embeds.shape[1])
+            if projected[index] is None and cache is not None and encoder_hidden_states is not None:
+                cache.write_source(index, encoder_hidden_states, *pair)
+            projected[index] = pair
             if output_hidden_states:
                 states.append(x)
         return BaseModelOutputWithPastAndCrossAttentions(
@@ -140,25 +155,12 @@ class FastformerDecoder(nn.Module):
             hidden_states=tuple(states) if output_hidden_states else None,
         )
 
-    def _project(self, index: int, source: Tensor | None, cache: FastformerCache | None) -> tuple[Tensor, Tensor]:
-        """Project the source for a layer, once for a cache."""
-        kept = None if cache is None else cache.read_source(index)
-        if kept is not None:
-            return kept
-        if source is None:
-            raise ValueError('the decoder needs the states of the encoder, or a cache that holds their projections')
-        layer: Any = self.layers[index]
-        projected = layer.cross_attn.project(source)
-        if cache is not None:
-            cache.write_source(index, source, *projected)
-        return projected
-
     def _read(self, cache: FastformerCache | None, index: int) -> list[AttentionState | None]:
         """Return the states of a layer's two attentions."""
         kept = [None, None] if cache is None else [cache.read(index), cache.read(self.depth + index)]
         return [None if pair is None else AttentionState(*pair) for pair in kept]
 
-    def _write(self, cache: FastformerCache | None, index: int, states: list[Any], tokens: int) -> None:
+    def _write(self, cache: FastformerCache | None, index: int, states: Sequence[Any], tokens: int) -> None:
         for layer, state in zip((index, self.depth + index), states, strict=True):
             if cache is not None and state is not None:
                 cache.write(layer, state.queries, state.keys, tokens)

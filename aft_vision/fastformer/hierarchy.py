@@ -154,8 +154,9 @@ class UserEncoder(nn.Module):
             return behaviors.new_zeros(len(behaviors), behaviors.shape[2])
         if mask is not None:
             behaviors = behaviors.masked_fill(~mask[..., None], 0.0)
-        x = behaviors if self.embed_positions is None else behaviors + self.embed_positions.weight[:length]
-        x = self.encoder(self.dropout(self.norm(x)), mask).last_hidden_state
+        if self.embed_positions is not None:
+            behaviors = behaviors + self.embed_positions(torch.arange(length, device=behaviors.device))
+        x = self.encoder(self.dropout(self.norm(behaviors)), mask).last_hidden_state
         return self.pooling(x, mask)
 
 

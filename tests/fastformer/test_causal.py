@@ -225,7 +225,7 @@ def test_additive_reading_in_steps_equals_the_whole():
     found: list[Tensor] = []
     state: AttentionState | None = None
     for i in range(8):
-        y, state = module(x[:, i : i + 1], source, None, None, state)
+        y, _, state = module(x[:, i : i + 1], source, None, None, state)
         found.append(y)
     assert_close(torch.cat(found, 1), module(x, source)[0], 1e-12)
 
