@@ -3,11 +3,13 @@
 Importing `aft_vision.fastformer` registers them with the Auto classes.
 """
 
-from typing import Any
+import copy
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -24,6 +26,7 @@ class FastformerEmbeddings(nn.Module):
 
     def __init__(self, config: FastformerConfig) -> None:
         super().__init__()
+        self.max_positions = config.max_position_embeddings
         self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size, padding_idx=config.pad_token_id)
         same = config.embedding_size == config.hidden_size
         self.projection = nn.Identity() if same else nn.Linear(config.embedding_size, config.hidden_size)
@@ -45,21 +48,21 @@ class FastformerEmbeddings(nn.Module):
         """
         x = self.projection(inputs_embeds)
         if self.embed_positions is not None:
-            x = x + _positions(self.embed_positions, x, position_ids)
+            x = x + self.embed_positions(_positions(x, position_ids, self.max_positions))
         return self.dropout(self.norm(x))
 
 
-def _positions(embed: nn.Embedding, x: Tensor, position_ids: Tensor | None) -> Tensor:
-    length, limit = x.shape[1], embed.num_embeddings
+def _positions(x: Tensor, position_ids: Tensor | None, limit: int) -> Tensor:
+    """Return the positions (N,) from the left, or those given, (B, N) or (1, N)."""
     if position_ids is not None:
         _check_positions(position_ids, x, limit)
-        return embed(position_ids)
-    if length > limit:
+        return position_ids
+    if x.shape[1] > limit:
         raise ValueError(
-            f'a text may have {limit} tokens (max_position_embeddings), got {length}: truncate it, raise '
+            f'a text may have {limit} tokens (max_position_embeddings), got {x.shape[1]}: truncate it, raise '
             'max_position_embeddings, or use_position_embeddings=False'
         )
-    return embed.weight[:length]
+    return torch.arange(x.shape[1], device=x.device)
 
 
 def _check_positions(position_ids: Tensor, x: Tensor, limit: int) -> None:
@@ -78,6 +81,15 @@ def _check_positions(position_ids: Tensor, x: Tensor, limit: int) -> None:
         )
 
 
+# What accelerate must not divide between devices: layers, and modules that add or multiply what their parts return.
+NO_SPLIT = [
+    *('FastformerEmbeddings', 'FastformerLayer', 'BaselineLayer', 'AdditivePooling'),
+    *('DecoderEmbeddings', 'FastformerDecoderLayer', 'UserEncoder', 'ConversionHead'),
+]
+# Arguments of `from_pretrained` about where a file lies.
+PLACE = ('cache_dir', 'force_download', 'local_files_only', 'proxies', 'revision', 'subfolder', 'token')
+
+
 class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
     """Base of all Fastformer models: configuration, initial weights, gradient checkpointing."""
 
@@ -88,11 +100,51 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
     supports_gradient_checkpointing = True
     # Implementations of full attention, for the Transformer encoder.
     _supports_sdpa = True
-    _no_split_modules = ['FastformerLayer', 'BaselineLayer']  # noqa: RUF012
+    _no_split_modules = NO_SPLIT
+    # Names of weights in a saved model with a decoder, as regular expressions, to those here; and in one without.
+    _names_with_decoder: ClassVar[Mapping[str, str]] = {}
+    _names_without_decoder: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: FastformerConfig) -> None:
         config.check()
         super().__init__(config)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *model_args: Any,
+        config: Any = None,
+        key_mapping: Mapping[str, str] | None = None,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a saved model, or the encoder of one with another head, with initial weights for the rest.
+
+        Args:
+            pretrained_model_name_or_path: A folder, or a name on the Hugging Face hub.
+            model_args, config, key_mapping, output_loading_info, kwargs: Those of transformers; kwargs may be fields of
+                the config, such as decoder_layers.
+
+        Raises:
+            ValueError: no weight of the file fits, apart from those of the head.
+        """
+        decoder = _has_decoder(pretrained_model_name_or_path, config, kwargs)
+        names = {**(cls._names_with_decoder if decoder else cls._names_without_decoder), **(key_mapping or {})}
+        loaded: Any = super().from_pretrained(
+            pretrained_model_name_or_path,
+            *model_args,
+            config=config,
+            key_mapping=names or None,
+            output_loading_info=True,
+            **kwargs,
+        )
+        model, info = loaded
+        if names and key_mapping is None:
+            # transformers would save the model under the names that it was loaded from.
+            model._weight_conversions = None
+        _refuse_nothing(model, info['missing_keys'], pretrained_model_name_or_path)
+        return (model, info) if output_loading_info else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -103,6 +155,38 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
             module.reset_parameters()
 
 
+def _has_decoder(source: Any, config: Any, options: Mapping[str, Any]) -> bool:
+    """Return True if the saved model has an encoder and a decoder."""
+    if source is not None:
+        try:
+            fields, _ = PreTrainedConfig.get_config_dict(source, **{k: options[k] for k in PLACE if k in options})
+        except OSError:
+            # The folder of an adapter has no configuration, and its base model has the same class.
+            pass
+        else:
+            return bool(fields.get('is_encoder_decoder'))
+    return bool(getattr(config, 'is_encoder_decoder', False))
+
+
+def _refuse_nothing(model: PreTrainedModel, missing: Any, source: Any) -> None:
+    base: Any = model.base_model
+    prefix = '' if base is model else f'{model.base_model_prefix}.'
+    names = {f'{prefix}{name}' for name in base.state_dict()} - set(model.all_tied_weights_keys)
+    if names and names <= set(missing):
+        raise ValueError(
+            f'expected weights of a {type(model).__name__} in {source}, got none that fit: load it with the class that '
+            f'saved it, or give key_mapping; the first names expected are {", ".join(sorted(names)[:3])}'
+        )
+
+
+def _without_decoder(config: FastformerConfig) -> FastformerConfig:
+    """Return the configuration, or a copy of one that a saved model with a decoder has."""
+    if config.is_encoder_decoder:
+        config = copy.deepcopy(config)
+        config.is_encoder_decoder = False
+    return config
+
+
 class FastformerModel(FastformerPreTrainedModel):
     """Embeddings, the encoder of `config.encoder_mixer`, and additive pooling of a text to one vector.
 
@@ -111,8 +195,12 @@ class FastformerModel(FastformerPreTrainedModel):
         use_pooling: False: no pooling, and a `pooler_output` of None.
     """
 
+    _names_with_decoder: ClassVar[Mapping[str, str]] = {r'^encoder\.(embeddings|encoder)\.': r'\1.'}
+
     def __init__(self, config: FastformerConfig, use_pooling: bool = True) -> None:
-        super().__init__(config)
+        # Without pooling it is the encoder of a model with a decoder, whose configuration it shares.
+        super().__init__(_without_decoder(config) if use_pooling else config)
+        config = self.config
         self.embeddings = FastformerEmbeddings(config)
         self.encoder = create_encoder(config)
         self.pooling = AdditivePooling(config) if use_pooling else None
@@ -191,7 +279,10 @@ def _as_mask(attention_mask: Tensor | None, embeds: Tensor) -> Tensor | None:
 class FastformerForSequenceClassification(FastformerPreTrainedModel):
     """A linear layer on the pooled text: one label of several, several labels, or regression."""
 
+    _names_with_decoder: ClassVar[Mapping[str, str]] = {r'^encoder\.(embeddings|encoder)\.': r'model.\1.'}
+
     def __init__(self, config: FastformerConfig) -> None:
+        config = _without_decoder(config)
         super().__init__(config)
         self.num_labels = len(config.id2label or {})
         self.model = FastformerModel(config)

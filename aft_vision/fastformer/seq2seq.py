@@ -5,7 +5,7 @@
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,6 @@ from .modeling import FastformerModel, FastformerPreTrainedModel, refuse_empty
 # The label of a token without a loss, in torch and in transformers.
 IGNORED = -100
 
-# Names of weights in a classifier and in a `FastformerModel`, as regular expressions, to those of the encoder here.
-ENCODER_NAMES = {
-    r'^model\.(embeddings|encoder)\.': r'encoder.\1.',
-    r'^embeddings\.': r'encoder.embeddings.',
-    r'^encoder\.(?!embeddings\.|encoder\.)': r'encoder.encoder.',
-}
-
 
 class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMixin):
     """Any encoder, a causal Fastformer decoder that reads it, and the vocabulary's logits.
@@ -44,7 +37,10 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
     """
 
     _tied_weights_keys = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}  # noqa: RUF012
-    _no_split_modules = ['FastformerLayer', 'BaselineLayer', 'FastformerDecoderLayer']  # noqa: RUF012
+    # Of a classifier and of a `FastformerModel`: no name becomes one that another pattern takes.
+    _names_without_decoder: ClassVar[Mapping[str, str]] = {
+        r'^(?:model\.)?(embeddings|encoder)\.': r'encoder.\1.',
+    }
     # The parts of a classifier and a `FastformerModel` after their encoder.
     _keys_to_ignore_on_load_unexpected = [r'^(model\.)?pooling\.', r'^classifier\.']  # noqa: RUF012
     # The state cannot drop its last tokens, so `generate` supports no assistant model.
@@ -64,28 +60,6 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         self.output_projection = nn.Identity() if same else nn.Linear(config.hidden_size, width)
         self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
         self.post_init()
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: Any,
-        *model_args: Any,
-        key_mapping: Mapping[str, str] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Load a saved model, or the encoder of a saved classifier or `FastformerModel`, with first weights after it.
-
-        Args:
-            pretrained_model_name_or_path: A folder, or a name on the Hugging Face hub.
-            model_args, key_mapping, kwargs: Those of transformers; kwargs may be fields of the config, such as
-                decoder_layers.
-        """
-        names = {**ENCODER_NAMES, **(key_mapping or {})}
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *model_args, key_mapping=names, **kwargs)
-        model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
-        # transformers would save the encoder under the names that it was loaded from.
-        model._weight_conversions = None
-        return loaded
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embeddings of encoder and decoder."""

@@ -13,7 +13,7 @@ from .encoder import ENCODERS
 _logger = logging.getLogger(__name__)
 
 MODELING, TOKENIZATION = 'modeling_fastformer', 'tokenization_fastformer'
-# The Auto class of each class. A classifier also loads as AutoModel, without its head.
+# The Auto class of each class. A classifier also loads as AutoModel, without its head, as does the encoder of a writer.
 AUTO_CLASSES = {
     'FastformerModel': 'AutoModel',
     'FastformerForSequenceClassification': 'AutoModelForSequenceClassification',
@@ -74,7 +74,7 @@ def write_code(saved: Any, folder: Path) -> None:
         return
     saved.config.auto_map = {
         'AutoConfig': f'{file}.{type(saved.config).__name__}',
-        **({'AutoModel': f'{file}.FastformerModel'} if name.endswith('SequenceClassification') else {}),
+        **({'AutoModel': f'{file}.FastformerModel'} if name.endswith(('Classification', 'Generation')) else {}),
         AUTO_CLASSES[name]: f'{file}.{name}',
     }
 
