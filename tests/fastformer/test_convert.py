@@ -1,7 +1,10 @@
 """The notebook's state dict: a model of its structure, written from its equations, gives the same logits."""
 
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 from helpers import assert_close, generator, randn
 from torch import Tensor
 from torch.nn import functional as F
@@ -86,3 +89,12 @@ def test_an_unknown_name_is_refused():
 def test_a_config_of_another_structure_is_refused(fields: dict[str, object]):
     with pytest.raises(ValueError, match=f'expected {next(iter(fields))}=.* as the notebook has, got'):
         convert_notebook_state_dict({}, make_config(**fields))
+
+
+def test_the_notebooks_recipe_has_the_model_of_the_notebook():
+    recipe = yaml.safe_load((Path(__file__).parents[2] / 'configs' / 'fastformer' / 'ag_news.yaml').read_text())
+    config = FastformerConfig(**{'vocab_size': VOCAB, 'num_labels': 4, **recipe['model']})
+    assert convert_notebook_state_dict({}, config) == ({}, {})
+    assert config.pooling_hidden_size == config.intermediate_size == config.hidden_size == 256
+    assert config.initializer_range == 0.02
+    assert recipe['schedule']['epochs'] == 2
