@@ -106,6 +106,27 @@ def test_a_wrong_option_is_one_line(kind, capsys):
     assert capsys.readouterr().err == "error: argument --rounds: invalid int value: 'many'; --help shows the usage\n"
 
 
+@pytest.mark.parametrize('kind', [CommandParser, TrainParser])
+@pytest.mark.parametrize('typed', ['--modl x', '--modl=x', '--modl x --data d'])
+def test_a_misspelt_option_names_the_nearest_one(kind, typed, capsys):
+    parser = kind('Text.')
+    parser.add_argument('--model', required=True)
+    parser.add_argument('--data', required=True)
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_args(typed.split())
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith('error: there is no option --modl; did you mean --model?; ')
+
+
+def test_a_misspelt_option_of_a_section_names_the_nearest_one(capsys):
+    parser = CommandParser('Text.')
+    sections = parser.add_subparsers(dest='section', parser_class=CommandParser)
+    sections.add_parser('models', description='Text.').add_argument('--sizes')
+    with pytest.raises(SystemExit):
+        parser.parse_args(['models', '--szes', '3'])
+    assert 'there is no option --szes; did you mean --sizes?' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('path', COMMANDS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_runs_with_errors_of_one_line(path):
     *_, block = (

@@ -1,10 +1,11 @@
 """The command lines of the trainers; it imports nothing that takes seconds."""
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -19,7 +20,21 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument('--debug', action='store_true', help='show the traceback of an error')
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = sys.argv[1:] if args is None else list(args)
+        found, rest = super().parse_known_args(args, namespace)
+        # Of a parser within another one, whose options that one does not know.
+        if any(each.startswith('--') for each in rest):
+            self.error(f'unrecognized arguments: {" ".join(rest)}')
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
+        # argparse does not say which option it does not know if another one is missing.
+        for given in (each.partition('=')[0] for each in getattr(self, '_given', ()) if each.startswith('--')):
+            near = difflib.get_close_matches(given, self._option_string_actions, n=1)
+            if near and not any(option.startswith(given) for option in self._option_string_actions):
+                message = f'there is no option {given}; did you mean {near[0]}?'
+                break
         self.exit(2, f'error: {message}; --help shows the usage\n')
 
 
