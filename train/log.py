@@ -64,7 +64,8 @@ class RunLog:
 
     def _append(self, epoch: int, trained: dict[str, float], evaluated: dict[str, float]) -> None:
         trained = trained | {name: trained.get(name, math.nan) for name in self.entropies}
-        update_summary(epoch, trained, dict.fromkeys(self.averages, math.nan) | evaluated, self.summary)
+        # From 1, as on the console.
+        update_summary(epoch + 1, trained, dict.fromkeys(self.averages, math.nan) | evaluated, self.summary)
 
     def log_step(
         self, update: int, loss: float, lr: float, seconds: float, entropies: Callable[[], Sequence[float]] = tuple

@@ -38,7 +38,7 @@ class Progress:
         epoch_seconds: Their time.
         epoch_lr: Learning rate of the last one.
         skipped: Updates that were skipped because their loss was not finite.
-        history: One row per epoch, with the columns of summary.csv.
+        history: One row per epoch, counted from 0, with the columns of summary.csv, which counts from 1.
     """
 
     updates_per_epoch: int

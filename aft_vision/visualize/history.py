@@ -61,13 +61,17 @@ def draw_history(history: Sequence[Mapping[str, float]], targets: str = '') -> A
     training = f'training ({targets})' if targets else 'training'
     figure = new_figure(11, 3.2)
     loss, accuracy, rate = figure.subplots(1, 3)
+    # A history counts its epochs from 0, summary.csv from 1.
+    before = history[0]['epoch'] - 1 if history else 0
     for axes, names in (
         (loss, {'train_loss': training, 'eval_loss': 'validation', 'eval_ema_loss': 'validation, averaged weights'}),
         (accuracy, {'eval_top1': 'top-1', 'eval_top5': 'top-5', 'eval_ema_top1': 'top-1, averaged weights'}),
         (rate, {'train_lr': 'learning rate'}),
     ):
         for column, label in names.items():
-            points = [(row['epoch'] + 1, row[column]) for row in history if not math.isnan(row.get(column, math.nan))]
+            points = [
+                (row['epoch'] - before, row[column]) for row in history if not math.isnan(row.get(column, math.nan))
+            ]
             if points:
                 axes.plot(*zip(*points, strict=True), marker='.', label=label)
         axes.set_xlabel('epoch')

@@ -320,7 +320,7 @@ def test_fit_learns_and_writes_one_row_per_epoch(tmp_path):
     run(state, tmp_path)
     with (tmp_path / 'summary.csv').open() as file:
         rows = list(csv.DictReader(file))
-    assert [row['epoch'] for row in rows] == ['0', '1', '2', '3']
+    assert [row['epoch'] for row in rows] == ['1', '2', '3', '4']
     for column in ('eval_top1', 'eval_ema_top1'):
         assert [math.isnan(float(row[column])) for row in rows] == [True, True, False, False]
     assert [float(row['train_loss']) for row in rows] == [row['train_loss'] for row in state.progress.history]

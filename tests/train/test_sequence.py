@@ -185,7 +185,7 @@ def test_a_budget_of_updates_ends_the_run_within_an_epoch_and_a_larger_one_goes_
     folder = make_folder(tmp_path / 'cut')
     cut = run(make_state(schedule=SequenceSchedule(**schedule, max_updates=13)), folder)
     assert (cut.progress.updates, cut.progress.epoch, cut.progress.updates_of_epoch) == (13, 1, 3)
-    assert [row['epoch'] for row in rows_of(folder)] == ['0', '1']
+    assert [row['epoch'] for row in rows_of(folder)] == ['1', '2']
     assert float(rows_of(folder)[1]['train_updates']) == 13
     assert not math.isnan(float(rows_of(folder)[1]['eval_bits']))
     content = torch.load(folder / 'last.pth', weights_only=True)
@@ -199,7 +199,7 @@ def test_a_budget_of_updates_ends_the_run_within_an_epoch_and_a_larger_one_goes_
     more.load_state_dict(content, source='test')
     run(more, folder)
     assert more.progress.updates == 20
-    assert [row['epoch'] for row in rows_of(folder)] == ['0', '1']
+    assert [row['epoch'] for row in rows_of(folder)] == ['1', '2']
     assert rows_of(folder)[1]['train_loss'] == rows_of(tmp_path / 'whole')[1]['train_loss']
     torch.testing.assert_close(more.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 

@@ -83,3 +83,12 @@ def test_another_table_is_rejected(tmp_path, text, message):
     (tmp_path / 'summary.csv').write_text(text)
     with pytest.raises(ValueError, match=message):
         read_history(tmp_path / 'summary.csv')
+
+
+def test_a_table_that_counts_from_1_has_the_curves_of_a_history_that_counts_from_0():
+    rows = [{'epoch': epoch, 'train_loss': 2.0, 'eval_loss': 1.5} for epoch in (0, 1)]
+    (ours, *_), (theirs, *_) = (
+        draw_history([{**row, 'epoch': row['epoch'] + first} for row in rows]).axes for first in (0, 1)
+    )
+    found = [[list(line.get_xdata()) for line in axes.lines] for axes in (ours, theirs)]
+    assert found[0] == found[1] == [[1, 2], [1, 2]]
