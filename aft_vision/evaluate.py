@@ -57,8 +57,8 @@ def evaluate(
         progress: Show a progress bar on standard error.
 
     Returns:
-        `top1` and `top5` in percent, `loss` (mean cross-entropy), `samples`, and `images_per_second` of the forward
-        pass, without loading and without the first batch if there are others.
+        `top1` in percent, and `top5` of more than five classes, `loss` (mean cross-entropy), `samples`, and
+        `images_per_second` of the forward pass, without loading and without the first batch if there are others.
 
     Raises:
         ValueError: the loader is empty.
@@ -103,6 +103,7 @@ class _Meter:
     def __init__(self, model: nn.Module, device: torch.device, evaluator: Any) -> None:
         self.model, self.device, self.evaluator = model, device, evaluator
         self.timings: list[tuple[int, float]] = []
+        self.outputs = 0
 
     def update(self, images: Inputs, targets: torch.Tensor, amp_dtype: torch.dtype | None) -> None:
         synchronize(self.device)
@@ -112,9 +113,14 @@ class _Meter:
         synchronize(self.device)
         self.timings.append((len(targets), time.perf_counter() - start))
         self.evaluator.update(logits, targets)
+        if isinstance(self.evaluator, ClassificationEvaluator):
+            self.outputs = logits.shape[-1]
 
     def finish(self, distributed: bool) -> dict[str, float]:
         metrics = {name: float(value) for name, value in self.evaluator.compute(distributed).items()}
+        # Of five classes or fewer, all are among the first five.
+        if 0 < self.outputs <= 5:
+            metrics.pop('top5', None)
         samples = self.evaluator.counts[0].clone()
         if distributed:
             torch.distributed.all_reduce(samples)

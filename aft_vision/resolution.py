@@ -207,6 +207,8 @@ def draw_sizes(rows: Sequence[Mapping[str, Any]], train_size: Sequence[int] | No
     figure = new_figure(11, 3.5)
     accuracy, speed, memory = figure.subplots(1, 3)
     for key, name in (('top1', 'top-1'), ('top5', 'top-5')):
+        if key not in rows[0]:
+            continue
         points = [row[key] for row in rows]
         errors = [standard_error(row, key) for row in rows]
         line = accuracy.errorbar(labels[:single], points[:single], errors[:single], fmt='o-', capsize=3, label=name)[0]

@@ -114,6 +114,18 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
 
 
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add --overwrite, for `check_new`."""
+    parser.add_argument('--overwrite', action='store_true', help='replace existing files')
+
+
+def check_new(args: argparse.Namespace, *paths: Path) -> None:
+    """Raise a FileExistsError if a file or folder exists and --overwrite is not given."""
+    present = [str(path) for path in paths if path.exists()]
+    if present and not args.overwrite:
+        raise FileExistsError(f'expected new files, got {", ".join(present)}, which exist; give --overwrite')
+
+
 def parse_count(text: str) -> int:
     """Parse a non-negative number."""
     if not text.isdecimal():

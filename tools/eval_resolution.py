@@ -23,10 +23,10 @@ each model, is added to its sizes.
 --per-class adds the top-1 accuracy of every class at each size, and writes its number of images and top-5 to the JSON
 file.
 
-Prints top-1 with its standard error, top-5, images/s of the forward pass and peak memory (of the device, or of the
-process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib). Several checkpoints make
-eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training size, a column per test
-size.
+Prints top-1 with its standard error, top-5 of more than five classes, images/s of the forward pass and peak memory (of
+the device, or of the process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
+Several checkpoints make eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training
+size, a column per test size. Earlier results are replaced with --overwrite only.
 """
 
 import argparse
@@ -36,7 +36,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, KeyValues, add_data_arguments, add_device, parse_sizes
+from tools.arguments import (
+    CommandParser,
+    KeyValues,
+    add_data_arguments,
+    add_device,
+    add_overwrite,
+    check_new,
+    parse_sizes,
+)
 
 
 def by_area(sizes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -67,6 +75,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--per-class', action='store_true', help='also print the accuracy of every class')
     add_device(parser)
     add('--out', type=Path, help='folder of the results (default: next to the first checkpoint)')
+    add_overwrite(parser)
     args = parser.parse_args(argv)
     args.sizes = by_area(size for sizes in args.sizes for size in sizes)
     args.multi_scale = [size for sizes in args.multi_scale for size in sizes]
@@ -121,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: a checkpoint, the data set, the device or a size is not valid, or the classes differ.
+        FileExistsError: the folder has such a table and --overwrite is not given.
     """
     args = parse_args(argv)
     device = resolve_device(args.device)
@@ -128,22 +138,23 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         check_sizes(load_model(checkpoint, **args.model_arg), args)
     first = args.checkpoint[0]
     out = args.out or (first if first.is_dir() else first.parent)
+    several = len(args.checkpoint) > 1
+    name = 'eval_resolution_grid' if several else 'eval_resolution'
+    check_new(args, out / f'{name}.json', out / f'{name}.png')
     out.mkdir(parents=True, exist_ok=True)
     settings = {'data': args.name or args.data, 'model_args': args.model_arg, 'device': str(device)}
     settings |= {'flip': args.flip, 'pad': args.pad}
-    if len(args.checkpoint) == 1:
+    if not several:
         table = evaluate_checkpoint(first, args, device)
-        rows, name = table['sizes'], 'eval_resolution'
-        result = {**settings, **table}
+        rows, result = table['sizes'], {**settings, **table}
     else:
         tables = []
         for title, checkpoint in zip(distinct_names(args.checkpoint), args.checkpoint, strict=True):
             print(title)
             tables.append({'name': title, **evaluate_checkpoint(checkpoint, args, device)})
         rows = [{'checkpoint': table['name'], **row} for table in tables for row in table['sizes']]
-        result, name = {**settings, 'checkpoints': tables}, 'eval_resolution_grid'
+        result = {**settings, 'checkpoints': tables}
     write_json(out / f'{name}.json', result)
-    several = 'checkpoints' in result
     figure = draw_accuracies(result['checkpoints']) if several else draw_sizes(rows, result['train_size'])
     save_figure(figure, out / f'{name}.png')
     print(f'{name}.json and {name}.png are in {out}')
@@ -176,13 +187,17 @@ def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torc
     width = max(12, len(size_label({'scales': args.multi_scale or [(0, 0)]})))
     for view in views:
         row = evaluate_at(model, view, args, device)
+        # Of five classes or fewer, all are among the first five.
+        has_top5 = 'top5' in row
         if not rows:
-            print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}  {"top-5 %":>7}  {"images/s":>8}  {"peak MiB":>8}')
+            heading = f'  {"top-5 %":>7}' * has_top5
+            print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}{heading}  {"images/s":>8}  {"peak MiB":>8}')
         rows.append(row)
         title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row and 'scales' not in row else size_label(row)
         print(
-            f'{title:>{width}}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}  {row["top5"]:>7.2f}  '
-            f'{row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>8.0f}'
+            f'{title:>{width}}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}'
+            + (f'  {row["top5"]:>7.2f}' if has_top5 else '')
+            + f'  {row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>8.0f}'
         )
     if args.per_class:
         print_classes(rows)
@@ -222,12 +237,16 @@ class ClassEvaluator(ClassificationEvaluator):
         self.by_class.index_add_(0, target, counts.to(self.by_class))
 
     def describe(self, class_names: Sequence[str]) -> dict[str, dict[str, float | None]]:
-        """Return samples, top-1 and top-5 accuracy in percent by name; None for a class without samples."""
+        """Return samples, top-1 and, of more than five classes, top-5 accuracy in percent by name.
+
+        It is None for a class without samples.
+        """
+        has_top5 = len(class_names) > 5
         return {
             name: {
                 'samples': samples,
                 'top1': 100 * top1 / samples if samples else None,
-                'top5': 100 * top5 / samples if samples else None,
+                **({'top5': 100 * top5 / samples if samples else None} if has_top5 else {}),
             }
             for name, (samples, top1, top5) in zip(class_names, self.by_class.tolist(), strict=True)
         }

@@ -151,7 +151,8 @@ def print_result(result: dict[str, Any]) -> None:
             f'{row["mean_distance"]:>4.1f}  {row["largest_distance"]:>7.1f}  {row["mean_bias"]:>6.3f}'
         )
     for name, metrics in result.get('accuracy', {}).items():
-        print(f'{name:>6}: top-1 {metrics["top1"]:.2f} %  top-5 {metrics["top5"]:.2f} %  loss {metrics["loss"]:.4f}')
+        top5 = f'  top-5 {metrics["top5"]:.2f} %' if 'top5' in metrics else ''
+        print(f'{name:>6}: top-1 {metrics["top1"]:.2f} %{top5}  loss {metrics["loss"]:.4f}')
 
 
 if __name__ == '__main__':

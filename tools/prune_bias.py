@@ -27,7 +27,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_data_arguments, add_device, add_license, add_size, parse_count
+from tools.arguments import (
+    CommandParser,
+    add_data_arguments,
+    add_device,
+    add_license,
+    add_overwrite,
+    add_size,
+    check_new,
+    parse_count,
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,6 +55,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--allow-load', action='store_true', help='time even if other processes use the machine')
     add_device(parser)
     parser.add_argument('--out', type=Path, help='folder of the results (default: next to the checkpoint)')
+    add_overwrite(parser)
     return parser.parse_args(argv)
 
 
@@ -87,8 +97,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: the checkpoint, the data set, the device or a threshold is not valid, the classes differ, or the
             model has no AFT-conv kernels that can be pruned.
+        FileExistsError: a file of the results exists and --overwrite is not given.
     """
     args = parse_args(argv)
+    out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
+    check_new(args, out / 'prune_bias.json', out / 'prune_bias.png', *([] if args.save is None else [out / 'pruned']))
     # Before the evaluation, which is load too.
     args.rounds = args.rounds if may_time(args) else 0
     device = resolve_device(args.device)
@@ -115,7 +128,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         'rows': rows,
     }
     print_table(rows)
-    out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
     write_json(out / 'prune_bias.json', result)
     save_figure(draw_cost(rows), out / 'prune_bias.png')
     print(f'prune_bias.json and prune_bias.png are in {out}')
@@ -157,7 +169,7 @@ def measure(
     times = time_windows(model, windows, grid, args.batch_size, args.rounds) if args.rounds else {}
     rows = []
     for threshold, found, each in zip(thresholds, metrics, figures, strict=True):
-        accuracy = {name: found[name] for name in ('top1', 'top5', 'loss', 'samples')}
+        accuracy: dict[str, Any] = {name: found[name] for name in ('top1', 'top5', 'loss', 'samples') if name in found}
         cost = {f'op_{name}': value for name, value in times.get(each['window'], {}).items()}
         rows.append({'threshold': threshold, **accuracy, **each, **cost})
     return rows

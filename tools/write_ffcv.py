@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, parse_positive
+from tools.arguments import CommandParser, add_overwrite, check_new, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,7 +37,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--num-classes', type=parse_positive, help='number of classes, if a named data set lacks it')
     parser.add_argument('--download', action='store_true', help='download a named data set if it is missing')
     parser.add_argument('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
-    parser.add_argument('--overwrite', action='store_true', help='replace existing files')
+    add_overwrite(parser)
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
     args = parser.parse_args(argv)
     for option in ('input_key', 'target_key', 'num_classes', 'download'):
@@ -70,9 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = BetonOptions(args.max_resolution, args.jpeg_quality, args.raw_share, args.seed)
     paths = {name: args.out / f'{name}.beton' for name in args.splits}
     written = [file for path in paths.values() for file in (path, path.with_suffix('.json'))]
-    present = [str(file) for file in written if file.exists()]
-    if present and not args.overwrite:
-        raise FileExistsError(f'expected new files, got {", ".join(present)}, which exist; give --overwrite')
+    check_new(args, *written)
     # Open all splits first, so that nothing is written if one is missing.
     splits = {path: open_split(args, name) for name, path in paths.items()}
     if paths.keys() >= {'train', 'val'}:

@@ -110,7 +110,8 @@ def evaluate_run(config: Config, run_dir: Path, world: World, progress: bool = T
         progress=progress and world.is_primary,
     )
     if world.is_primary:
-        found = f'top-1 {metrics["top1"]:.3f} %  top-5 {metrics["top5"]:.3f} %  loss {metrics["loss"]:.4f}'
+        top5 = f'  top-5 {metrics["top5"]:.3f} %' if 'top5' in metrics else ''
+        found = f'top-1 {metrics["top1"]:.3f} %{top5}  loss {metrics["loss"]:.4f}'
         print(f'{config.model["name"]}: {found}  images {metrics["samples"]:.0f}')
     return metrics
 

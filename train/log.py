@@ -51,7 +51,10 @@ class RunLog:
     def _rewrite(self, state: TrainState) -> None:
         """Rewrite the file from the history, whose columns may have changed."""
         Path(self.summary).unlink(missing_ok=True)
+        # A run of five classes of an earlier version has columns of top-5.
+        known = {f'eval_{name}' for name in (*state.objective.metrics, *self.averages)}
         for row in state.progress.history:
+            row = {name: value for name, value in row.items() if name in known or not name.startswith('eval_')}
             parts = {kind: {k.removeprefix(kind): v for k, v in row.items() if k.startswith(kind)} for kind in KINDS}
             self._append(int(row['epoch']), parts['train_'], parts['eval_'])
         if self.steps is not None:

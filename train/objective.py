@@ -63,25 +63,32 @@ class Objective(ABC):
         """Build a blank batch of this many samples with the shapes of training."""
 
 
+def _accuracy(row: Mapping[str, float], prefix: str) -> str:
+    # Columns of another number of classes are empty.
+    found = [(name, row.get(f'{prefix}{name}', math.nan)) for name in ('top1', 'top5')]
+    return ''.join(f'  {name[:3]}-{name[3:]} {value:.1f} %' for name, value in found if not math.isnan(value))
+
+
 class Classification(Objective):
     """Images and their classes.
 
     Args:
         size: (H, W) of a training image in pixels, or the shape of each image itself.
+        num_classes: Of five or fewer, top-5 is left out.
     """
 
-    metrics = ('loss', 'top1', 'top5')
     best = 'top1'
 
-    def __init__(self, size: tuple[int, int] | NativeShape) -> None:
+    def __init__(self, size: tuple[int, int] | NativeShape, num_classes: int) -> None:
         self.size = size
+        self.metrics = ('loss', 'top1', 'top5') if num_classes > 5 else ('loss', 'top1')
 
     def describe(self, row: Mapping[str, float]) -> str:
         line = ''
         if not math.isnan(row['eval_top1']):
-            line += f'  top-1 {row["eval_top1"]:.1f} %  top-5 {row["eval_top5"]:.1f} %'
+            line += _accuracy(row, 'eval_')
         if not math.isnan(row.get('eval_ema_top1', math.nan)):
-            line += f'  averaged weights: top-1 {row["eval_ema_top1"]:.1f} %  top-5 {row["eval_ema_top5"]:.1f} %'
+            line += f'  averaged weights:{_accuracy(row, "eval_ema_")[1:]}'
         return line
 
     def blank(self, count: int) -> Batch:

@@ -261,7 +261,8 @@ def create_state(
         'soft_targets': config.augment.mixes,
     }
     schedule = config.size_schedule
-    objective = Classification(native or (config.data.img_size if schedule is None else schedule.sizes[0]))
+    size = native or (config.data.img_size if schedule is None else schedule.sizes[0])
+    objective = Classification(size, num_classes)
     regularization = KernelRegularization(model, config.regularize, config.schedule.epochs * updates_per_epoch)
     task = create_task(model, config.distill, loss, world.device, teacher)
     return assemble_state(task, config, objective, augment, updates_per_epoch, world, regularization)

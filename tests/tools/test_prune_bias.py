@@ -107,7 +107,10 @@ def test_the_card_of_another_model_in_the_folder_is_replaced(run, tmp_path):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
     export_hub_folder(load_model(checkpoint), tmp_path / 'pruned', parts=[])
     before = (tmp_path / 'pruned' / 'README.md').read_text()
-    run(checkpoint, '--save', '1e9', '--rounds', '0', '--size', '40x48', '--crop-pct', '0.8')
+    options = ['--save', '1e9', '--rounds', '0', '--size', '40x48', '--crop-pct', '0.8']
+    with pytest.raises(FileExistsError, match='pruned, which exist; give --overwrite'):
+        run(checkpoint, *options)
+    run(checkpoint, *options, '--overwrite')
     card, pruned = (tmp_path / 'pruned' / 'README.md').read_text(), load_model(tmp_path / 'pruned')
     assert f'{sum(x.numel() for x in pruned.parameters()):,}' in card
     assert '40 x 48 pixels' in card
