@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 
 
 @cache
-def _new_flags(count: int, *place: Any) -> torch.Tensor:
-    # Shared with the loading processes.
+def new_flags(count: int, *place: Any) -> torch.Tensor:
+    """Return flags that the loading processes share, the same ones for the same place."""
     return torch.zeros(count, dtype=torch.bool).share_memory_()
 
 
@@ -48,7 +48,7 @@ class CheckedDataset(Dataset, ABC):
             instead: `next` or `none`, for `on_corrupt`.
             place: Where these images come from, by which a loader built later knows those that have been named.
         """
-        self.on_corrupt, self._named = instead, _new_flags(len(self), *place)
+        self.on_corrupt, self._named = instead, new_flags(len(self), *place)
 
     def __getitem__(self, index: int) -> Any:
         for position in range(index, index + MAX_SKIPPED_IN_A_ROW):

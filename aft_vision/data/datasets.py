@@ -19,7 +19,6 @@ import torch
 from timm.data import ImageDataset, IterableImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, extract_tarinfos
-from torch.utils.data import IterableDataset
 from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, PartOfDataset
@@ -34,11 +33,14 @@ from aft_vision.data.images import (
 )
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
+from aft_vision.data.shards import open_shards
+from aft_vision.data.streams import Stream, TensorFlowStream, open_hugging_face
 
 EVAL_SPLITS = ('val', 'validation', 'test')
 FILE_SUFFIXES = ('.tar', '.beton')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
 PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
+CAN_SKIP = ('hfds/', 'hfids/', 'wds/')
 # Names that a message lists.
 MOST_LISTED = 10
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
@@ -57,7 +59,8 @@ class Source:
             with a tar file per split (`train.tar`) or an FFCV file per split (`train.beton`, see tools.write_ffcv).
             With a name, its root or cache folder; '' for the library's own.
         name: A data set of timm's readers: `torch/cifar10`, `hfds/NAME`, `wds/`, `tfds/NAME`; '' for `dir`.
-        train_split: Name of the training split.
+        train_split: Name of the training split. After a name of `wds/` and `hfids/`, `|NUMBER` is the number of its
+            images.
         eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `test` that exists, or
             `validation` of a named data set.
         val_share: Share of the training images, in (0, 1), to hold out for evaluation instead of the validation split;
@@ -68,10 +71,12 @@ class Source:
             images.
         download: Download a named data set if it is missing.
         num_classes: Number of classes, for data sets without this information; None otherwise.
-        input_key, target_key: Names of the image and of the class in data sets with such names (`hfds/`, `wds/`, ...);
-            None for timm's defaults.
-        on_corrupt_image: `raise` ends the run at an image that cannot be decoded; `skip` warns of each once. Training
-            then takes the next one, and evaluation leaves it out. Of named data sets only `hfds/` can skip.
+        input_key, target_key: Names of the image and of the class in data sets with such names: columns of `hfds/` and
+            `hfids/`, `image` and `label` by default; for `wds/` the ending of the images, by default any of images, and
+            a field of `.json`, by default the whole of `.cls`.
+        on_corrupt_image: `raise` ends the run at an image that cannot be decoded, and at a shard of `wds/` that cannot
+            be read; `skip` warns of each once. Training then takes the next one, and evaluation leaves it out. Of named
+            data sets only `hfds/`, `hfids/` and `wds/` can skip.
     """
 
     dir: str = ''
@@ -93,8 +98,10 @@ class Source:
             raise ValueError(f"on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
         if self.name.lower().startswith('torch/') and not self.dir:
             raise ValueError(f'expected the folder of {self.name}, got none')
-        if self.name and not self.name.lower().startswith('hfds/') and self.on_corrupt_image == 'skip':
-            raise ValueError(f'only a folder, a tar file or hfds/ can skip corrupt images, got {self.name}')
+        if self.name and not self.name.lower().startswith(CAN_SKIP) and self.on_corrupt_image == 'skip':
+            raise ValueError(
+                f'only a folder, a tar file, {", ".join(CAN_SKIP)} can skip corrupt images, got {self.name}'
+            )
         if self.val_share is not None and self.eval_split is not None:
             raise ValueError(
                 f'expected an evaluation split or a held-out share, got both, {self.eval_split!r} and {self.val_share}'
@@ -118,12 +125,12 @@ class Split:
     @property
     def is_stream(self) -> bool:
         """Return whether the data set can only be read in its own order."""
-        return isinstance(self.dataset, IterableDataset)
+        return isinstance(self.dataset, Stream)
 
     def describe(self) -> str:
         """Describe the number of images and classes."""
         if self.is_stream:
-            return f'a stream of {len(self.class_names)} classes'
+            return f'a stream of {self.dataset.images} images, {len(self.class_names)} classes'
         targets = _targets(self.dataset)
         found = len(self.class_names) if targets is None else len(np.unique(targets))
         return f'{len(self.dataset)} images, {found} {"class" if found == 1 else "classes"}'
@@ -457,26 +464,13 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
     # timm treats any other name as the test split.
     if source.name.lower().startswith('torch/') and name not in TORCH_SPLITS:
         raise ValueError(f'a split of {source.name} must be one of {", ".join(TORCH_SPLITS)}, got {name!r}')
-    keys = {key: value for key in ('input_key', 'target_key') if (value := getattr(source, key)) is not None}
     try:
         with _downloading_alone() if source.download else contextlib.nullcontext():
-            dataset = create_dataset(
-                source.name,
-                root=source.dir or None,
-                split=name,
-                is_training=is_training,
-                download=source.download,
-                batch_size=batch_size,
-                seed=seed,
-                **keys,
-            )
+            dataset = _create(source, name, batch_size, seed, is_training)
     except ImportError as error:
         raise ValueError(f'the data set {source.name} needs a package that is not installed: {error}') from error
-    except (AssertionError, RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f'expected the split {name!r} of the data set {source.name} in {source.dir or "its cache"}, got: {error}; '
-            'check its name, its folder, the split and the keys, or download it'
-        ) from error
+    if isinstance(dataset, Stream):
+        return _open_stream(dataset, source, name)
     if type(dataset) is ImageDataset:
         dataset = CheckedImageDataset(source.dir, reader=dataset.reader)
     # torchvision's data sets of image files.
@@ -488,10 +482,49 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
             f'expected class folders in {dataset.root} whose names do not begin with a dot, got {_few(hidden)}: remove '
             f'them, or set data.dir={source.dir} without data.name, which leaves them out'
         )
-    if isinstance(dataset, IterableImageDataset):
-        # Its labels are only known when they are read.
-        dataset.target_transform = partial(_check_label, len(names), source.name)
     return Split(dataset, names)
+
+
+def _open_stream(stream: Stream, source: Source, split: str) -> Split:
+    if not stream.images:
+        key = 'train_split' if stream.is_training else 'eval_split'
+        raise ValueError(
+            f'expected the number of images of the split {split!r} of {source.name}, which does not say it, got none; '
+            f"data.{key}='{split}|1000' or --split of a tool says that it has 1000"
+        )
+    names = _known_class_names(stream, source)
+    # Its labels are only known when they are read.
+    stream.target_transform = partial(_check_label, len(names), source.name)
+    if source.on_corrupt_image == 'skip':
+        stream.skip_corrupt()
+    return Split(stream, names)
+
+
+def _create(source: Source, split: str, batch_size: int, seed: int, is_training: bool) -> Any:
+    kind, _, name = source.name.partition('/')
+    options: dict[str, Any] = dict(split=split, is_training=is_training, seed=seed)
+    keys: dict[str, Any] = dict(input_key=source.input_key, target_key=source.target_key)
+    if kind.lower() == 'wds':
+        return open_shards(source.dir, **keys, **options)
+    try:
+        if kind.lower() == 'hfids':
+            return open_hugging_face(name, source.dir or None, download=source.download, **keys, **options)
+        dataset = create_dataset(
+            source.name,
+            root=source.dir or None,
+            download=source.download,
+            batch_size=batch_size,
+            **{key: value for key, value in keys.items() if value is not None},
+            **options,
+        )
+    except (AssertionError, RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f'expected the split {split!r} of the data set {source.name} in {source.dir or "its cache"}, got: {error}; '
+            'check its name, its folder, the split and the keys, or download it'
+        ) from error
+    if isinstance(dataset, IterableImageDataset):
+        return TensorFlowStream(source.name, dataset.reader, is_training, seed)
+    return dataset
 
 
 def _check_label(num_classes: int, name: str, label: int) -> int:

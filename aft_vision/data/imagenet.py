@@ -14,7 +14,7 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ScheduledTransformDataset
 from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.naflex_loader import NaFlexPrefetchLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aft_vision.data.augment import Augmentation, eval_transform, native_mixup, train_transform
 from aft_vision.data.datasets import (
@@ -27,6 +27,7 @@ from aft_vision.data.datasets import (
 )
 from aft_vision.data.native import NativeShape
 from aft_vision.data.sampling import EpochSampler, SeededDataset, Share, SizeSchedule
+from aft_vision.data.streams import Stream, StreamLoader
 
 _logger = logging.getLogger(__name__)
 # Ctrl-C, and the signals that a scheduler sends before it stops a job.
@@ -48,7 +49,7 @@ class Loaders(NamedTuple):
     @property
     def is_stream(self) -> bool:
         """Return whether the training images can only be read from the start of an epoch."""
-        return isinstance(getattr(self.train, 'dataset', None), IterableDataset)
+        return isinstance(getattr(self.train, 'dataset', None), Stream)
 
     def set_epoch(self, epoch: int, first_update: int = 0, size: int | None = None) -> None:
         """Set the order, the random changes and the start of the next pass over the training images.
@@ -66,7 +67,7 @@ class Loaders(NamedTuple):
         if first_update:
             raise ValueError(f'a streamed data set begins at the start of its epoch, not at update {first_update}')
         dataset: Any = getattr(self.train, 'dataset', None)
-        if hasattr(dataset, 'set_epoch'):
+        if isinstance(dataset, Stream):
             dataset.set_epoch(epoch)
 
 
@@ -219,8 +220,8 @@ def _train_loader(
     if split.is_stream:
         _check_stream(augment, sizes)
         dataset.transform = transforms[0]
-        dataset.set_loader_cfg(num_workers=read.num_workers)
-        return _loader(dataset, images, read, sizes.sizes, drop_last=True)
+        dataset.divide(share, batch_size)
+        return _loader(dataset, images, read, sizes.sizes)
     dataset.transform = None
     sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, share, sizes)
     mix = native_mixup(augment, len(split.class_names)) if isinstance(sizes.sizes[0], NativeShape) else None
@@ -261,12 +262,7 @@ def _eval_loader(split: Split, batch_size: int, share: Share, read: _Reading) ->
     dataset.transform = _eval_transform(split, read.preprocessing)
     if not split.is_stream:
         return _loader(share.of_evaluation(dataset), batch_size, read, sizes)
-    if share.world_size > 1:
-        raise ValueError(
-            'expected one process for a streamed data set, whose readers neither share the images out exactly nor '
-            f'end together, got {share.world_size}'
-        )
-    dataset.set_loader_cfg(num_workers=read.num_workers)
+    dataset.divide(share, batch_size)
     return _loader(dataset, batch_size, read, sizes)
 
 
@@ -278,13 +274,17 @@ def _loader(
     **options: Any,
 ) -> PrefetchLoader | NaFlexPrefetchLoader:
     native = max((size for size in sizes if isinstance(size, NativeShape)), key=lambda s: s.max_tokens, default=None)
-    loader = DataLoader(
-        dataset,
-        batch_size=batch_size,
-        num_workers=read.num_workers,
-        collate_fn=_collate if native is None else partial(_collate_native, native),
+    collate = _collate if native is None else partial(_collate_native, native)
+    num_workers = read.num_workers
+    if isinstance(dataset, Stream):
+        num_workers = dataset.limit_workers(num_workers)
+        make: Any = partial(StreamLoader, dataset, batch_size, collate)
+    else:
+        make = partial(DataLoader, dataset, batch_size, collate_fn=collate)
+    loader = make(
+        num_workers=num_workers,
         pin_memory=read.device.type == 'cuda',
-        persistent_workers=read.num_workers > 0,
+        persistent_workers=num_workers > 0,
         worker_init_fn=survive_signals,
         **options,
     )

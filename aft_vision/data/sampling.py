@@ -207,7 +207,7 @@ class SeededDataset(Dataset):
 
     def __getitems__(self, draws: list[Draw]) -> list[Any]:
         # A DataLoader asks for a batch at a time.
-        with _restored_generators():
+        with restored_generators():
             samples = [self._get(draw) for draw in draws]
             return samples if self.mix is None else self._mixed(self.mix, samples, draws[0])
 
@@ -226,7 +226,7 @@ class SeededDataset(Dataset):
 
 
 @contextlib.contextmanager
-def _restored_generators() -> Iterator[None]:
+def restored_generators() -> Iterator[None]:
     """Restore the global generators, except in a loading process, where nothing else uses them."""
     if get_worker_info() is not None:
         yield

@@ -1,0 +1,367 @@
+"""Data sets that can only be read in their own order, and their loader; shards has those of WebDataset."""
+
+import inspect
+import io
+import logging
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from timm.data.readers.shared_count import SharedCount
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from aft_vision.data.checked import REMEDY, new_flags
+from aft_vision.data.images import CorruptImageError, open_image
+from aft_vision.data.sampling import SAMPLE, Share, derive_seed, restored_generators, seed_generators
+
+# A data set that is downloaded before it is read is divided into so many parts.
+DOWNLOADED_SHARDS = 64
+# Flags of what has been named.
+MOST_NAMED = 2**20
+
+_logger = logging.getLogger(__name__)
+
+
+class Sample(NamedTuple):
+    """An image of a stream and its class, as they are in its files.
+
+    Attributes:
+        name: Name of the image in errors.
+    """
+
+    name: str
+    image: io.BytesIO
+    label: Any
+
+
+class Stream(IterableDataset, ABC):
+    """A data set of images that can only be read in its own order.
+
+    Args:
+        place: Name of the split in errors.
+        images: Number of images; 0 if it is unknown.
+        shards: Number of parts that different processes can read.
+        is_training: Read in random order, and change images at random.
+        seed: Seed of the order and of the changes, in [0, 2**32).
+
+    Attributes:
+        transform, target_transform: Of an image and of its class; None changes nothing.
+        classes: Names of the classes; empty if the data set only numbers them.
+    """
+
+    transform: Any = None
+    target_transform: Any = None
+    _named: torch.Tensor | None = None
+    classes: Sequence[str] = ()
+
+    def __init__(self, place: str, images: int, shards: int, is_training: bool, seed: int) -> None:
+        self.place, self.images, self.shards, self.is_training, self.seed = place, images, shards, is_training, seed
+        self.share, self.used = Share(), images
+        # The loading processes see it, which live longer than an epoch.
+        self._epoch = SharedCount()
+
+    @abstractmethod
+    def _read(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the images of this process and their classes."""
+
+    @property
+    def is_divisible(self) -> bool:
+        """Return whether several processes can share the images exactly."""
+        return False
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the next pass."""
+        return self._epoch.value
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass."""
+        self._epoch.value = epoch
+
+    def divide(self, share: Share, batch_size: int) -> None:
+        """Set the share of this process in an epoch, which has only whole batches in training.
+
+        Args:
+            batch_size: Images per update, over all processes.
+
+        Raises:
+            ValueError: the batch is larger than the data set, or several processes cannot share the images exactly.
+        """
+        if self.is_training and batch_size > self.images:
+            raise ValueError(
+                f'batch_size must be in [1, {self.images}], the number of training images, got {batch_size}'
+            )
+        if share.world_size > 1 and not self.is_divisible:
+            raise ValueError(
+                f'expected one process for {self.place}, which does not say how many images each of its files has, got '
+                f'{share.world_size}'
+            )
+        self.share = share
+        self.used = self.images // batch_size * batch_size if self.is_training else self.images
+
+    def limit_workers(self, number: int) -> int:
+        """Return how many of a number of loading processes can have a file each, and log if they are fewer."""
+        files = max(self.shards // self.share.world_size, 1)
+        if number > files and self.share.rank == 0:
+            _logger.warning(
+                '%d instead of data.num_workers=%d processes read %s: each needs a file of its own, and it has %d',
+                files,
+                number,
+                self.place,
+                self.shards,
+            )
+        return min(number, files)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Return the position in an epoch of the first image of this process, and that after its last one."""
+        rank, size = self.share.rank, self.share.world_size
+        return self.used * rank // size, self.used * (rank + 1) // size
+
+    def __len__(self) -> int:
+        first, end = self.bounds
+        return end - first
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        for index, (image, label) in enumerate(self._read()):
+            target = label if self.target_transform is None else self.target_transform(label)
+            yield image if self.transform is None else self._transformed(image, index), target
+
+    def _transformed(self, image: Any, index: int) -> Any:
+        if not self.is_training:
+            return self.transform(image)
+        with restored_generators():
+            seed_generators(derive_seed(SAMPLE, self.seed, self.epoch, self.share.rank, this_worker()[0], index))
+            return self.transform(image)
+
+    def _decode(self, samples: Iterator[Sample]) -> Iterator[tuple[Any, int]]:
+        for name, file, label in samples:
+            try:
+                image = open_image(file, name)
+            except CorruptImageError as error:
+                self.report(error)
+            else:
+                yield image, _as_class(label, name)
+
+    def skip_corrupt(self) -> None:
+        """Leave out images that cannot be decoded and what cannot be read of a shard; name each once in a run."""
+        self._named = new_flags(MOST_NAMED, Stream)
+
+    def report(self, error: CorruptImageError) -> None:
+        """Raise an error, or, where images are skipped, log it once."""
+        if self._named is None:
+            raise CorruptImageError(f'{error}; {REMEDY}') from error
+        # Images have no number here. Two of them may share a flag; their count is reported all the same.
+        flag = zlib.crc32(str(error).encode()) % MOST_NAMED
+        if not self._named[flag]:
+            self._named[flag] = True
+            _logger.warning('skipped: %s', error)
+
+
+def this_worker() -> tuple[int, int]:
+    """Return the index of this loading process and the number of them."""
+    worker = get_worker_info()
+    return (0, 1) if worker is None else (worker.id, worker.num_workers)
+
+
+def split_name_and_count(split: str) -> tuple[str, int]:
+    """Return the name of a split and the number of its images after the last `|`, 0 without one."""
+    name, _, count = split.rpartition('|')
+    return (name, int(count)) if name and count.isdecimal() else (split, 0)
+
+
+def _as_class(label: Any, name: str) -> int:
+    try:
+        number = int(label)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or (number != label and not isinstance(label, (str, bytes))):
+        raise ValueError(f'expected a whole number as the class of {name}, got {label!r}')
+    return number
+
+
+class HuggingFaceStream(Stream):
+    """A streamed data set of Hugging Face, whose library divides its files among the loading processes.
+
+    Args:
+        rows: The data set of the library, with undecoded images.
+        input_key, target_key: Columns of the image and of the class.
+        place, images, is_training, seed: As in Stream.
+    """
+
+    def __init__(
+        self, place: str, rows: Any, images: int, input_key: str, target_key: str, is_training: bool, seed: int
+    ) -> None:
+        super().__init__(place, images, rows.num_shards, is_training, seed)
+        self.rows, self.input_key, self.target_key = rows, input_key, target_key
+        features = rows.features or {}
+        self.classes = getattr(features.get(target_key), 'names', ())
+
+    def _read(self) -> Iterator[tuple[Any, Any]]:
+        self.rows.set_epoch(self.epoch)
+        return self._decode(self._samples())
+
+    def _samples(self) -> Iterator[Sample]:
+        rows, count = iter(self.rows), 0
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            # Those of its readers, of any library. The rest of its files could not be read either.
+            except Exception as error:
+                raise ValueError(
+                    f'expected files of {self.place} that can be read, got after row {count}: {error}'
+                ) from error
+            count += 1
+            try:
+                image, label = row[self.input_key], row[self.target_key]
+            except KeyError as error:
+                raise ValueError(
+                    f'expected the columns {self.input_key} and {self.target_key} in {self.place}, got '
+                    f'{", ".join(row)}; data.input_key and data.target_key name them'
+                ) from error
+            name = f'{image["path"] or f"the image of row {count}"} in {self.place}'
+            try:
+                content = _read_bytes(image)
+            except OSError as error:
+                self.report(CorruptImageError(f'expected an image that can be read, got {name}: {error}'))
+            else:
+                yield Sample(name, io.BytesIO(content), label)
+
+
+def _read_bytes(image: dict[str, Any]) -> bytes:
+    if image['bytes'] is not None:
+        return image['bytes']
+    import fsspec
+
+    with fsspec.open(image['path']) as file:
+        return file.read()
+
+
+def open_hugging_face(
+    name: str,
+    cache: str | None,
+    split: str,
+    input_key: str | None,
+    target_key: str | None,
+    is_training: bool,
+    seed: int,
+    download: bool,
+) -> HuggingFaceStream:
+    """Open a split of a streamed data set of Hugging Face.
+
+    Args:
+        cache: Its cache folder; None for the library's.
+        split: Its name; with `|NUMBER` after it, the number of images.
+        input_key, target_key: Columns of the image, `image` by default, and of the class, `label`.
+        download: Download the data set before it is read.
+        name, is_training, seed: As in Stream.
+    """
+    import datasets
+    from timm.data.readers.reader_hfids import SHUFFLE_SIZE
+
+    input_key, target_key = input_key or 'image', target_key or 'label'
+    key, stated = split_name_and_count(split)
+    builder = datasets.load_dataset_builder(name, cache_dir=cache)
+    if download:
+        builder.download_and_prepare()
+        downloaded = builder.as_dataset(split=key)
+        rows = downloaded.to_iterable_dataset(min(len(downloaded), DOWNLOADED_SHARDS))
+    else:
+        rows = builder.as_streaming_dataset(split=key)
+    rows = rows.cast_column(input_key, datasets.Image(decode=False))
+    if is_training:
+        # Version 5 reports fewer shards than it has if it shuffles several together.
+        of_version_5 = 'max_buffer_input_shards' in inspect.signature(rows.shuffle).parameters
+        rows = rows.shuffle(seed, buffer_size=SHUFFLE_SIZE, **({'max_buffer_input_shards': 1} if of_version_5 else {}))
+    known = (builder.info.splits or {}).get(key)
+    images = stated or getattr(known, 'num_examples', 0) or 0
+    return HuggingFaceStream(f'the split {key} of {name}', rows, images, input_key, target_key, is_training, seed)
+
+
+class TensorFlowStream(Stream):
+    """A data set of timm's reader of TensorFlow data sets, which decodes the images and divides them itself."""
+
+    def __init__(self, place: str, reader: Any, is_training: bool, seed: int) -> None:
+        super().__init__(place, reader.num_samples, reader.num_samples, is_training, seed)
+        self.reader = reader
+
+    def _read(self) -> Iterator[tuple[Any, Any]]:
+        return iter(self.reader)
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.reader.set_epoch(epoch)
+
+
+@dataclass
+class Rest:
+    """The samples of a loading process after its last whole batch."""
+
+    samples: list[Any]
+
+
+class StreamLoader(DataLoader):
+    """A loader whose batches are whole, however the images are divided among the loading processes.
+
+    In training, a pass has the batches of an epoch: if images were skipped, others are repeated. In evaluation it has
+    every image once.
+
+    Args:
+        batch_size: Images per batch of this process.
+        collate: Makes a batch of a list of samples.
+        options: Other options of DataLoader.
+
+    Raises:
+        CorruptImageError: a pass had another number of images than the split; if the stream skips, it is logged.
+    """
+
+    def __init__(self, stream: Stream, batch_size: int, collate: Callable[[list[Any]], Any], **options: Any) -> None:
+        super().__init__(stream, batch_size, collate_fn=partial(_collate_whole, batch_size, collate), **options)
+        self.stream, self.collate = stream, collate
+
+    def __len__(self) -> int:
+        images, size = len(self.stream), self.batch_size or 1
+        return images // size if self.stream.is_training else -(-images // size)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        stream, made = self.stream, 0
+        while True:
+            before, found = made, 0
+            for batch in self._batches():
+                found += len(batch[1])
+                if stream.is_training and len(batch[1]) < (self.batch_size or 1):
+                    continue
+                yield batch
+                made += 1
+                if stream.is_training and made == len(self):
+                    return
+            if found != len(stream):
+                stream.report(CorruptImageError(f'expected {len(stream)} images in {stream.place}, got {found}'))
+            if not stream.is_training:
+                return
+            if made == before:
+                raise CorruptImageError(f'expected a batch of images that can be read in {stream.place}, got {found}')
+
+    def _batches(self) -> Iterator[Any]:
+        rest: list[Any] = []
+        size = self.batch_size or 1
+        for batch in super().__iter__():
+            if not isinstance(batch, Rest):
+                yield batch
+                continue
+            rest += batch.samples
+            if len(rest) >= size:
+                yield self.collate(rest[:size])
+                del rest[:size]
+        if rest:
+            yield self.collate(rest)
+
+
+def _collate_whole(batch_size: int, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    return collate(samples) if len(samples) == batch_size else Rest(samples)
