@@ -33,7 +33,7 @@ from aft_vision.data.images import (
 )
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
-from aft_vision.data.shards import open_shards
+from aft_vision.data.shards import StrictTarInfo, open_shards
 from aft_vision.data.streams import Stream, TensorFlowStream, open_hugging_face
 
 EVAL_SPLITS = ('val', 'validation', 'test')
@@ -340,7 +340,10 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     used = {folders[i].name for i in chosen}
     if '' in used:
         raise ValueError(f'expected images in class folders of {path}, got {len(chosen)} without one; {PREPARATION}')
-    present, ignored = _look_through_tar(path, splits)
+    try:
+        present, ignored = _look_through_tar(path, splits)
+    except tarfile.TarError as error:
+        raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
     empty = sorted(present - used)
     if empty:
         others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
@@ -434,7 +437,7 @@ def _look_through_tar(path: Path, splits: set[PurePosixPath]) -> tuple[set[str],
     names: set[str] = set()
     ignored: Counter[str] = Counter()
     suffixes = {*image_suffixes(), '.tar'}
-    with tarfile.open(path) as file:
+    with tarfile.open(path, tarinfo=StrictTarInfo) as file:
         for member in file:
             place = PurePosixPath(member.name)
             kind = file_kind(str(place))

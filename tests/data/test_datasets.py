@@ -458,6 +458,17 @@ def test_a_damaged_tar_is_named(tmp_path, content):
         open_train_split(Source(dir=str(tmp_path / 'all.tar')), 1)
 
 
+def test_a_damaged_header_in_the_middle_of_a_tar_is_an_error_and_not_its_end(tmp_path):
+    tar = tmp_path / 'all.tar'
+    with tarfile.open(tar, 'w', format=tarfile.USTAR_FORMAT) as file:
+        file.add(make_folder(tmp_path / 'images', CLASSES, images=3), arcname='.')
+    content = tar.read_bytes()
+    place = content.rindex(b'val/c/1.png')
+    tar.write_bytes(content[:place] + b'\xff' * 20 + content[place + 20 :])
+    with pytest.raises(ValueError, match=r'expected a whole tar file, got .*all\.tar: .* at byte'):
+        open_eval_split(Source(dir=str(tar)), 1)
+
+
 @pytest.mark.parametrize(
     ('name', 'message'),
     [
