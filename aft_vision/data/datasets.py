@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import tarfile
@@ -44,6 +45,9 @@ CAN_SKIP = ('hfds/', 'hfids/', 'wds/')
 # Names that a message lists.
 MOST_LISTED = 10
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
+
+
+_logger = logging.getLogger(__name__)
 
 
 class MissingSplitError(ValueError):
@@ -102,6 +106,11 @@ class Source:
             raise ValueError(
                 f'only a folder, a tar file, {", ".join(CAN_SKIP)} can skip corrupt images, got {self.name}'
             )
+        for key in ('input_key', 'target_key', 'download'):
+            if getattr(self, key) and not self.name:
+                raise ValueError(
+                    f'data.{key} belongs to a data set of data.name, got {getattr(self, key)!r} without one'
+                )
         if self.val_share is not None and self.eval_split is not None:
             raise ValueError(
                 f'expected an evaluation split or a held-out share, got both, {self.eval_split!r} and {self.val_share}'
@@ -240,7 +249,7 @@ def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_
     whole = (source.train_split, *EVAL_SPLITS) if source.val_share is not None else None
     if root.is_file() and root.suffix == '.tar':
         place, split = root, _open_tar(root, wanted, whole)
-    elif whole is not None and root.is_dir() and not any(_find(root, name) for name in whole):
+    elif whole is not None and root.is_dir() and not any(_find_all(root, name) for name in whole):
         place, split = root, _open_folder(root)
     else:
         place = find_split(root, wanted)
@@ -269,18 +278,19 @@ def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
     if not found:
         raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
     for name in wanted:
-        path = _find(root, name)
-        if path is not None:
-            return path
+        present = _find_all(root, name)
+        if present:
+            if len(present) > 1:
+                others = ' and '.join(path.name for path in present[1:])
+                _logger.warning('%s is read, and not %s next to it', present[0], others)
+            return present[0]
     message = f'expected a folder, .tar or .beton file {" or ".join(wanted)} in {root}, got only {_few(found)}'
     raise _missing_split(message, wanted)
 
 
-def _find(root: Path, name: str) -> Path | None:
-    for path in (root / name, *(root / f'{name}{suffix}' for suffix in FILE_SUFFIXES)):
-        if path.is_file() if path.suffix in FILE_SUFFIXES else path.is_dir():
-            return path
-    return None
+def _find_all(root: Path, name: str) -> list[Path]:
+    paths = (root / name, *(root / f'{name}{suffix}' for suffix in FILE_SUFFIXES))
+    return [path for path in paths if (path.is_file() if path.suffix in FILE_SUFFIXES else path.is_dir())]
 
 
 def _few(names: Sequence[str]) -> str:

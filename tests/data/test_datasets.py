@@ -116,6 +116,13 @@ def test_a_tar_file_is_closed_with_its_data_set(tmp_path):
     assert file.closed
 
 
+def test_a_split_in_two_forms_is_named(tmp_path, caplog):
+    folder = make_folder(tmp_path, {'val': ['a']})
+    make_tar(tmp_path / 'val.tar', folder / 'val')
+    assert open_eval_split(Source(dir=str(folder)), 1).class_names == ['a']
+    assert 'val is read, and not val.tar next to it' in caplog.text
+
+
 @pytest.mark.parametrize('name', ['val', 'validation', 'test'])
 def test_each_name_of_the_evaluation_split_is_found(tmp_path, name):
     make_folder(tmp_path, {'train': ['a'], name: ['a']})
@@ -491,6 +498,7 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
             {'name': 'tfds/x', 'on_corrupt_image': 'skip'},
             'only .*, hfds/, hfids/, wds/ can skip corrupt .*, got tfds/x',
         ),
+        ({'dir': 'x', 'input_key': 'jpg'}, r"data\.input_key belongs to a data set of data\.name, got 'jpg'"),
         ({'dir': 'x', 'on_corrupt_image': 'ignore'}, "must be 'raise' or 'skip', got 'ignore'"),
         ({'dir': 'x', 'num_classes': 0}, 'expected num_classes to be at least 1'),
     ],

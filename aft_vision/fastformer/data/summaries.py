@@ -4,6 +4,7 @@ A reader returns a `datasets.Dataset` with the columns `text` and `summary`. `tr
 batches of what `tokenize_summaries` returns.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from aft_vision.fastformer.data.batches import AnyDataset, token_ids
 from aft_vision.fastformer.data.files import Record, missing_columns
 from aft_vision.fastformer.data.splits import FRACTIONS, check_fractions
-from aft_vision.fastformer.data.table import check_text, complete_records, dataset_records, draw_rows, read_records
+from aft_vision.fastformer.data.table import (
+    check_text,
+    complete_records,
+    dataset_records,
+    draw_rows,
+    read_records,
+    report_incomplete,
+    tally,
+)
 
 CNN_DAILYMAIL = dict(name='abisee/cnn_dailymail', config='3.0.0', text='article', summary='highlights')
 PUBMED = dict(name='ccdv/pubmed-summarization', config='document', text='article', summary='abstract')
@@ -128,7 +137,10 @@ def collect_summaries(
     """
     if skip_lines < 0:
         raise ValueError(f'skip_lines must be at least 0, got {skip_lines}')
-    rows = draw_rows(_pairs(records, text, summary, drop_incomplete, skip_lines), sample, seed)
+    counts: Counter[str] = Counter()
+    complete = _pairs(tally(records, counts, 'read'), text, summary, drop_incomplete, skip_lines)
+    rows = draw_rows(tally(complete, counts, 'complete'), sample, seed)
+    report_incomplete(counts)
     if not rows:
         raise ValueError(f'expected rows with a text ({", ".join(text)}) and a summary ({summary}), got none')
     texts, summaries = zip(*rows, strict=True)

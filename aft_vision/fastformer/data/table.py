@@ -1,8 +1,10 @@
 """Rows of any table as a labelled `datasets.Dataset`: columns `text`, a string, and `label`, a ClassLabel."""
 
+import logging
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -24,6 +26,8 @@ TABLES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet')
 LabelNames = Sequence[str] | Mapping[Any, str]
 WHOLE_NUMBER = re.compile(r'(-?[0-9]+)\.0+')
 Row = TypeVar('Row')
+
+_logger = logging.getLogger(__name__)
 
 
 def read_table(
@@ -163,9 +167,11 @@ def collect(
             or there are no rows.
     """
     names = _name_by_value(label_names)
-    rows = _labelled_rows(records, text, label, names, drop_incomplete)
+    counts: Counter[str] = Counter()
+    rows = _labelled_rows(tally(records, counts, 'read'), text, label, names, drop_incomplete)
     seen: set[str] = set()
-    kept = draw_rows(_notice(rows, seen.add), sample, seed)
+    kept = draw_rows(_notice(tally(rows, counts, 'complete'), seen.add), sample, seed)
+    report_incomplete(counts)
     if not kept:
         raise ValueError(f'expected rows with a text ({", ".join(text)}) and a label ({label}), got none')
     if names is None:
@@ -220,6 +226,21 @@ def complete_records(records: Iterable[Record], columns: Sequence[str], drop_inc
         yield record
     if first is not None and unseen:
         raise missing_columns(first.place, columns, list(first.values))
+
+
+def tally(items: Iterable[Row], counts: Counter[str], name: str) -> Iterator[Row]:
+    """Yield items and count them."""
+    for item in items:
+        counts[name] += 1
+        yield item
+
+
+def report_incomplete(counts: Mapping[str, int]) -> None:
+    """Log how many rows were left out, of those that were read and those that were complete."""
+    if counts['complete'] < counts['read']:
+        _logger.warning(
+            'left out %d of %d rows, which are incomplete', counts['read'] - counts['complete'], counts['read']
+        )
 
 
 def _is_null(value: Any) -> bool:

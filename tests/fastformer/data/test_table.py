@@ -152,9 +152,10 @@ def test_a_file_of_an_unknown_kind_is_named(tmp_path):
         read_table(tmp_path / 'x.txt.gz')
 
 
-def test_incomplete_rows_are_left_out_if_asked():
+def test_incomplete_rows_are_left_out_if_asked(caplog):
     dataset = gather(('a', 'x'), (None, 'x'), ('b', None), ('c', ''), ('', 'y'), drop_incomplete=True)
     assert contents(dataset) == [('a', 'x')]
+    assert 'left out 4 of 5 rows' in caplog.text
     assert contents(gather(('a', 'x'), (' ', 'y'))) == [('a', 'x'), (' ', 'y')]
     rows = [Record('x, line 1', dict(label='x')), *records(('a', 'y'))]
     assert contents(collect(rows, ['text'], 'label', drop_incomplete=True)) == [('a', 'y')]
