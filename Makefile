@@ -19,8 +19,8 @@ FUZZ_ARGS ?=
 GPU_ARGS ?=
 # Folders of finished runs: make results RUNS='runs/conv_8e-3_seed0 runs/deit_8e-3_seed0'
 RUNS ?=
-# A photograph for the packaged weights: make demo PHOTO=dog.jpg
-PHOTO ?= $(firstword $(sort $(wildcard tests/assets/clothing/validation/hat/*.jpg)))
+# A photograph for the packaged weights, which know ten classes of ImageNet: make demo PHOTO=church.jpg
+PHOTO ?=
 WEIGHTS := $(firstword $(patsubst %.safetensors,%,$(notdir $(wildcard aft_vision/weights/*.safetensors))))
 # make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch is gigabytes
 EMPTY ?=
@@ -83,14 +83,14 @@ gpu: ffcv
 timm-suite: $(STAMP)
 	$(PY) tests/run_timm_suite.py $(foreach model,$(MODELS),'$(model)')
 
-# Classes of PHOTO by packaged weights, if there are any, and their keys and attention on a page; then a small AFT-conv
-# trained on the embedded photographs (ten classes), its accuracy at three image sizes, and its report
+# With PHOTO=FILE, its classes by packaged weights, and their keys and attention on a page; then a small AFT-conv trained
+# from scratch on the embedded photographs (ten classes), its accuracy at three image sizes, and its report
 demo: $(STAMP)
-	$(if $(WEIGHTS),$(PY) -m tools.predict '$(PHOTO)' --model $(WEIGHTS) --top 3)
-	$(if $(WEIGHTS),rm -rf runs/demo/photo && mkdir -p runs/demo/photo && cp '$(PHOTO)' runs/demo/photo)
-	$(if $(WEIGHTS),$(PY) -m tools.report --checkpoint $(WEIGHTS) --images runs/demo/photo --max-images 1 --average-images 16 \
+	$(if $(PHOTO),$(PY) -m tools.predict '$(PHOTO)' --model $(WEIGHTS) --top 3)
+	$(if $(PHOTO),rm -rf runs/demo/photo && mkdir -p runs/demo/photo && cp '$(PHOTO)' runs/demo/photo)
+	$(if $(PHOTO),$(PY) -m tools.report --checkpoint $(WEIGHTS) --images runs/demo/photo --max-images 1 --average-images 16 \
 	--max-heads 8 --out runs/demo/pretrained.html)
-	$(if $(WEIGHTS),@echo 'These weights know ten classes of ImageNet: make demo PHOTO=FILE shows them another photograph')
+	$(if $(PHOTO),,@echo 'The packaged weights know ten classes of ImageNet, and no embedded photograph shows one: make demo PHOTO=FILE')
 	$(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/demo run.overwrite=true
 	$(PY) -m tools.eval_resolution --checkpoint runs/demo --data tests/assets/clothing --sizes 64 96 128
 	$(PY) -m tools.visualize_bias --checkpoint runs/demo
@@ -101,8 +101,9 @@ demo: $(STAMP)
 	@echo '  runs/demo/eval_resolution.png    accuracy at sizes that it was not trained at'
 	@echo '  runs/demo/position_biases.png    what the position biases have become'
 	@echo '  runs/demo/report.html            these, the keys and the attention of four photographs on a page'
-	$(if $(WEIGHTS),@echo '  runs/demo/pretrained.html        the keys and the attention of the packaged weights')
+	$(if $(PHOTO),@echo '  runs/demo/pretrained.html        the keys and the attention of the packaged weights')
 	@echo 'Try next:'
+	@echo '  $(PY) -m train.imagenet --config configs/finetune.yaml run.dir=runs/tuned data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/k3 model.kernel_size=3'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
