@@ -127,11 +127,11 @@ def test_a_run_starts_from_the_weights_of_another(few, run_dir, tmp_path):
     torch.testing.assert_close(first['state_dict'], again['state_dict'])
 
 
-def test_fine_tuning_a_linear_probe_changes_only_a_new_classifier(tmp_path, capsys):
+def test_fine_tuning_with_frozen_layers_changes_only_a_new_classifier(tmp_path, capsys):
     images = link_photographs(tmp_path / 'images', 2, 0) / 'train'
-    config, probe = ROOT / 'configs' / 'finetune.yaml', 'optim.args.layer_decay_no_opt_scale=0.99'
+    config, frozen = ROOT / 'configs' / 'finetune.yaml', 'optim.args.layer_decay_no_opt_scale=0.99'
     schedule = ['schedule.epochs=1', 'schedule.warmup_epochs=0', 'schedule.min_updates=3', 'run.throughput_batches=0']
-    state = main(['--quiet', '--config', str(config), f'data.dir={images}', probe, *schedule, f'run.dir={tmp_path}'])
+    state = main(['--quiet', '--config', str(config), f'data.dir={images}', frozen, *schedule, f'run.dir={tmp_path}'])
     # A fifth of the 20 photographs is held out; the others make two updates of 8.
     said = capsys.readouterr()
     assert 'training: 16 images, 10 classes; validation: 4 images' in said.out
@@ -143,6 +143,17 @@ def test_fine_tuning_a_linear_probe_changes_only_a_new_classifier(tmp_path, caps
     assert (tuned.head.weight - packaged.head.weight).abs().max() > 0.1
     assert tuned.pretrained_cfg['label_names'][0] == 'dress'
     assert (tuned.pretrained_cfg['input_size'], tuned.pretrained_cfg['crop_pct']) == ((3, 96, 96), 1.0)
+
+
+def test_fine_tuning_keeps_the_size_and_the_normalisation_of_another_model_of_timm(tmp_path):
+    images, file = link_photographs(tmp_path / 'images', 2, 1), tmp_path / 'vit.pth'
+    torch.save(timm.create_model('test_vit').state_dict(), file)
+    weights = ['model.name=test_vit', f'model.pretrained_cfg_overlay.file={file}', f'run.dir={tmp_path}']
+    short = ['schedule.epochs=1', 'schedule.warmup_epochs=0', 'schedule.min_updates=0', 'run.throughput_batches=0']
+    main(['--quiet', '--config', str(ROOT / 'configs' / 'finetune.yaml'), f'data.dir={images}', *weights, *short])
+    own, tuned = timm.get_pretrained_cfg('test_vit'), load_model(tmp_path).pretrained_cfg
+    for key in ('input_size', 'crop_pct', 'mean', 'std'):
+        assert tuned[key] == getattr(own, key)
 
 
 def test_a_start_of_another_model_lists_the_differing_keys_before_a_folder_is_made(few, run_dir, tmp_path):
