@@ -21,6 +21,7 @@ from zipfile import ZipFile
 import pytest
 import timm
 import torch
+from helpers import link_photographs
 from text_files import write_amazon, write_glove, write_mind, write_mind_behaviors
 from torch import nn
 from torch.distributed.run import get_args_parser
@@ -174,6 +175,7 @@ def write_texts() -> None:
 FURNITURE = {
     'README.md': write_image_models,
     'guide/export.md': write_programs,
+    'guide/finetune.md': lambda: link_photographs(Path('IMAGES'), 5, 1, classes=2),
     'guide/fastformer.md': write_text_models,
     'guide/fastformer_data.md': write_texts,
     'guide/fastformer_recommendation.md': write_texts,
