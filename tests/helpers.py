@@ -444,6 +444,12 @@ def unpack_data(name: str, folder: Path) -> Path:
     return folder
 
 
+def torch_version() -> tuple[int, int]:
+    """Return the two first numbers of torch's version."""
+    major, minor = torch.__version__.split('.')[:2]
+    return int(major), int(minor)
+
+
 def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Triton's kernels run on the CPU, in Triton's interpreter."""
     from triton import language as tl

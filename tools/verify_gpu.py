@@ -79,6 +79,7 @@ from torch import Tensor
 from aft_vision import ops
 from aft_vision.commandline import run_command
 from aft_vision.files import write_json
+from aft_vision.ops.common.errors import AcceleratorError, first_line
 from tools.processes import interrupted_by_sigterm
 
 FLOAT64, FURTHER_SHAPES = 'float64', 'further shapes'
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     result, error = run_check(check)
                     rows.append({'operator': name, 'type': label, 'check': what, **result})
                     show(rows, args.json)
-                    if isinstance(error, torch.AcceleratorError):
+                    if isinstance(error, AcceleratorError):
                         raise RuntimeError(
                             'the GPU is lost to this process; verify the others by --operators'
                         ) from error
@@ -218,8 +219,6 @@ def compilations(
 
 def run_check(check: Check) -> tuple[dict[str, Any], Exception | None]:
     """Return the `failure` of a check and its `seconds`, and its error, which is a failure too, or None."""
-    from aft_vision.ops.common.errors import first_line
-
     start, raised = time.perf_counter(), None
     try:
         failure = check()

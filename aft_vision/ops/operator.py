@@ -233,6 +233,10 @@ def is_ordinary(args: Sequence[Any]) -> bool:
     return True
 
 
+def _needs_gradient(inputs: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+
+
 def _learn_plain_keys(x: Tensor) -> bool:
     """Return whether a tensor is a plain one of a kind of device that is first met here, and note that kind."""
     kind = x.device.type
@@ -320,7 +324,7 @@ class _Operator:
         form = self.choose(backend, inputs)
         if weights is not None:
             _check_weights(self.name, inputs, weights)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        if torch.is_grad_enabled() and _needs_gradient(inputs):
             return self.recorded.apply(*inputs, True, form)[0]
         if not inputs.v.numel():
             return empty_output(inputs.q, inputs.v)
@@ -393,7 +397,7 @@ class _Operator:
         """Compute (*inputs, save, backend) while gradients are on and nothing but autograd watches."""
         inputs, save, backend = self.inputs._make(args[:-2]), args[-2], args[-1]
         form = self.choose(backend, inputs)
-        if torch._C._any_requires_grad(*inputs):
+        if _needs_gradient(inputs):
             return self.recorded.apply(*inputs, save, form)
         return self.run(form, inputs, save)
 

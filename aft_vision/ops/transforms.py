@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._functorch.pyfunctorch import FunctionalizeInterpreter, retrieve_current_functorch_interpreter
 from torch._library.autograd import make_autograd_impl
+from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
-from torch.library import CustomOpDef, Library, get_kernel
+from torch.library import CustomOpDef, Library
 
 # Kernels for the dispatch key that every call under a transform of torch.func uses first.
 FRONT = 'FuncTorchDynamicLayerFrontMode'
@@ -91,7 +93,6 @@ def register_transforms(
     methods |= {'forward': forward, 'vmap': vmap}
     function: Any = type(operator._name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in methods.items()})
     reverse = make_autograd_impl(operator._opoverload, operator)
-    functionalize = get_kernel(operator._opoverload, FRONT)
 
     def autograd_kernel(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
         if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
@@ -108,7 +109,7 @@ def register_transforms(
     def front_kernel(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
         kinds = [level.key() for level in get_interpreter_stack()]
         if kinds[-1] == TransformType.Functionalize:
-            return functionalize.call_boxed(keyset, *args)
+            return _functionalize(operator, args)
         if kinds.count(TransformType.Jvp) > 1:
             # torch would drop the contribution of the inner derivative to the outer one.
             raise second_derivative_error(operator)
@@ -120,8 +121,19 @@ def register_transforms(
     with warnings.catch_warnings():
         # torch before 2.14 warns that a kernel is replaced, which is wanted.
         warnings.filterwarnings('ignore', message='Warning only once for all operators')
-        LIBRARY.impl(operator._name, autograd_kernel, 'Autograd', with_keyset=True, allow_override=True)
+        # `LIBRARY.impl` replaces a kernel only since torch 2.8.
+        library: Any = LIBRARY.m
+        library.impl(operator._name, 'Autograd', autograd_kernel, True)
     LIBRARY.impl(operator._name, front_kernel, FRONT, with_keyset=True)
+
+
+def _functionalize(operator: CustomOpDef, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    # An operator changes no argument and returns no view, so the inner call has nothing to replace.
+    interpreter = retrieve_current_functorch_interpreter()
+    assert isinstance(interpreter, FunctionalizeInterpreter)
+    level = FunctorchFunctionalizeAPI(interpreter)
+    with level.redispatch_to_next():
+        return level.wrap_tensors(operator(*level.unwrap_tensors(args)))
 
 
 def _loop(operator: CustomOpDef, size: int, dims: list[int | None], args: tuple[Any, ...]) -> tuple[Any, Any]:

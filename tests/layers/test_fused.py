@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, randn
+from helpers import assert_close, randn, torch_version
 from timm.utils import reparameterize_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,6 +22,8 @@ from aft_vision.models.attention_block import AttentionBlock
 from aft_vision.ops import linear
 from aft_vision.ops.linear import multiply_onednn
 
+# docs/guide/install.md: the layers that older ones compile multiply by torch's product.
+compiles_fused_layers = pytest.mark.skipif(torch_version() < (2, 14), reason='needs torch 2.14')
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='this torch has no oneDNN')
 ROWS, WIDTH = 200, 160
 
@@ -58,6 +60,7 @@ def test_products_of_onednn_match_float64(rows: tuple[int, ...], inner: int, out
 
 
 @needs_onednn
+@compiles_fused_layers
 @pytest.mark.parametrize('bias', [True, False])
 @pytest.mark.parametrize('faster', [True, False])
 def test_a_fused_layer_multiplies_by_the_faster_library(monkeypatch: pytest.MonkeyPatch, bias: bool, faster: bool):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close
+from helpers import assert_close, torch_version
 from small_decoders import FORMS, NAMES, create, draw_tokens
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
@@ -135,7 +135,8 @@ def test_a_state_has_a_constant_size():
         assert expected <= state.num_bytes() <= expected + 1000
 
 
-# AFT-full decodes as AFT-local does.
+# AFT-full decodes as AFT-local does. docs/guide/install.md: older ones compile no step, or one for each position.
+@pytest.mark.skipif(torch_version() < (2, 14), reason='needs torch 2.14')
 @pytest.mark.parametrize('name', ['local', 'simple', 'attention'])
 def test_a_step_compiles_to_one_graph_for_all_positions(name: str):
     model, tokens = create(name, depth=1), draw_tokens()

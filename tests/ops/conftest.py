@@ -20,7 +20,7 @@ def compiled() -> None:
 @pytest.fixture
 def triton_device(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the device of the Triton kernels: CUDA, or the CPU in Triton's interpreter."""
-    pytest.importorskip('triton')
+    pytest.importorskip('triton', minversion='3.6')
     if torch.cuda.is_available():
         if torch.cuda.get_device_capability() < launch.CAPABILITY:
             pytest.skip(f'Triton needs a GPU of capability {launch.CAPABILITY}')

@@ -20,7 +20,7 @@ def test_drawn_calls_equal_float64(operator: str, backend: str):
     if backend == 'cpp' and shutil.which('c++') is None:
         pytest.skip('there is no compiler here')
     if backend == 'triton':
-        pytest.importorskip('triton')
+        pytest.importorskip('triton', minversion='3.6')
     report = search(operator, backend, EXAMPLES[backend])
     found = [f'{message}\n{command(case)}' for case, message in report.failures.values()]
     assert report.cases >= EXAMPLES[backend] // 2

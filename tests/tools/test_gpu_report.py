@@ -84,7 +84,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize('group', ['a.full', 'b', 'c', 'd', 'e'])
 @pytest.mark.usefixtures('within', 'small')
 def test_a_dry_run_measures_each_piece_once(group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip('triton')
+    pytest.importorskip('triton', minversion='3.6')
     arguments = ['--dry-run', '--out', str(tmp_path), '--pieces', group, '--jobs', '1']
     gpu_report.main(arguments)
     report = json.loads((tmp_path / 'report.json').read_text())

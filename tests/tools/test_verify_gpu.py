@@ -11,6 +11,7 @@ from helpers import interpret_triton
 from torch import Tensor
 
 from aft_vision.commandline import run_command
+from aft_vision.ops.common.errors import AcceleratorError
 from tools import verify_gpu
 
 
@@ -26,7 +27,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]):
 def test_it_records_every_operator_at_shapes_of_models(
     reason: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    pytest.importorskip('triton')
+    pytest.importorskip('triton', minversion='3.6')
     from aft_vision.ops.common import verify
 
     found: list[SimpleNamespace] = []
@@ -59,7 +60,7 @@ def test_it_records_every_operator_at_shapes_of_models(
 @pytest.fixture
 def thorough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Arguments of a thorough dry run of one operator."""
-    pytest.importorskip('triton')
+    pytest.importorskip('triton', minversion='3.6')
     monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
     interpret_triton(monkeypatch)
     arguments = ['--operators', 'simple', '--dtypes', 'float32', '--json', str(tmp_path / 'found.json')]
@@ -89,7 +90,7 @@ def test_bits_that_change_are_found(thorough: list[str], monkeypatch: pytest.Mon
 
 def test_a_check_that_loses_the_gpu_is_the_last(thorough: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def crash(*args: object) -> None:
-        raise torch.AcceleratorError('an illegal memory access\nwas encountered')
+        raise AcceleratorError('an illegal memory access\nwas encountered')
 
     monkeypatch.setattr(verify_gpu, 'step', crash)
     with pytest.raises(RuntimeError, match='the GPU is lost to this process'):
@@ -111,7 +112,7 @@ def test_a_check_that_raises_stops_no_other(thorough: list[str], monkeypatch: py
 
 
 def test_it_compiles_for_each_capability(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    pytest.importorskip('triton')
+    pytest.importorskip('triton', minversion='3.6')
     from aft_vision.ops.common import targets
 
     def compile_kernels(name: str, types: tuple[torch.dtype, ...], capability: str, *shapes: object, choices: int):

@@ -1,6 +1,16 @@
-"""Errors as one line."""
+"""Errors as one line, and the error of a lost device."""
 
 import textwrap
+
+import torch
+
+
+class _LostDeviceError(RuntimeError):
+    pass
+
+
+# torch before 2.8 raises a plain RuntimeError, which may be any other error too.
+AcceleratorError: type[RuntimeError] = getattr(torch, 'AcceleratorError', _LostDeviceError)
 
 
 def first_line(error: BaseException) -> str:

@@ -28,6 +28,8 @@ _logger = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A denominator below this has lost precision by underflow, as in the torch forms.
 LIMIT = UNDERFLOW[torch.float32]
+# The oldest Triton that compiles the kernels.
+OLDEST_TRITON = (3, 6)
 # The oldest GPUs that Triton supports.
 CAPABILITY = (8, 0)
 # The largest size of the grid dimension of the sequences.
@@ -95,6 +97,7 @@ def failure(device: torch.device) -> str | None:
         capturing = is_capturing(device)
         reason = None
         try:
+            _check_version()
             (_compile_kernel if capturing else _try_kernel)(device)
         # Parts of Triton raise different errors without a C compiler, ptxas or a matching driver.
         except Exception as error:
@@ -107,6 +110,23 @@ def failure(device: torch.device) -> str | None:
                 'Triton cannot compile for %s, so AFT runs there in the slower torch forms: %s', device, reason
             )
         return reason
+
+
+def _check_version() -> None:
+    if not _is_new():
+        oldest = '.'.join(map(str, OLDEST_TRITON))
+        raise RuntimeError(f'expected Triton {oldest} or newer, got {triton_version()}; a newer torch installs it')
+
+
+def _is_new() -> bool:
+    return tuple(int(x) for x in triton_version().split('.')[:2]) >= OLDEST_TRITON
+
+
+def triton_version() -> str:
+    """Return the version of the installed Triton."""
+    import triton
+
+    return triton.__version__
 
 
 def _compile_kernel(device: torch.device) -> None:
@@ -137,7 +157,7 @@ def interprets() -> bool:
 def supports(device: torch.device) -> bool:
     """Return whether Triton supports a device: CUDA, or a CPU in its interpreter."""
     if device.type == 'cpu':
-        return interprets() and _has_triton()
+        return interprets() and _has_triton() and _is_new()
     return device.type == 'cuda' and _has_triton() and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 

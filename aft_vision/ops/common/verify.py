@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aft_vision.ops.common import launch
 from aft_vision.ops.common.capture import is_capturing
-from aft_vision.ops.common.errors import first_line
+from aft_vision.ops.common.errors import AcceleratorError, first_line
 from aft_vision.ops.common.inputs import AxialInputs, ConvInputs, FullInputs, LocalInputs, OnehotInputs, Qkv
 from aft_vision.ops.common.locks import locked
 from aft_vision.ops.common.tuner import Tuner
@@ -270,7 +270,7 @@ def _verify(
     try:
         found = {entry: find_failure(name, types, device, *shapes)}
         return found[entry]
-    except torch.AcceleratorError as error:
+    except AcceleratorError as error:
         found = {entry: first_line(error)}
         raise
     finally:
@@ -314,7 +314,7 @@ def find_failure(
         if any(words in str(error) for words in LACKS):
             raise torch.OutOfMemoryError(first_line(error)) from error
         if is_lost(device):
-            raise torch.AcceleratorError(first_line(error)) from error
+            raise AcceleratorError(first_line(error)) from error
         return first_line(error)
     return None
 
@@ -327,6 +327,12 @@ def _compare(name: str, types: Types, device: torch.device, shapes: Sequence[Sha
             wanted = _run(reference, inputs._make(map(_double, inputs)))
             for found in Tuner.run_each(functools.partial(_run, kernels, inputs), choices):
                 _check(found, wanted, types, spread)
+
+
+def _rounds_to_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    # torch before 2.9 has only the older switch, which later ones refuse to read if the newer was set.
+    return matmul.fp32_precision == 'tf32' if hasattr(matmul, 'fp32_precision') else matmul.allow_tf32
 
 
 @contextlib.contextmanager
@@ -389,7 +395,7 @@ def _check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], types: Types, 
     # If weights select one source, gradients of keys and biases are differences of terms as large as the gradients of
     # v.
     floor = 0.0 if spread == 1.0 else float(wanted[3].norm())
-    bounds = BOUNDS | {torch.float32: TF32_BOUNDS} if torch.backends.cuda.matmul.fp32_precision == 'tf32' else BOUNDS
+    bounds = BOUNDS | {torch.float32: TF32_BOUNDS} if _rounds_to_tf32() else BOUNDS
     for i, (name, x, expected) in enumerate(zip(PARTS, found, wanted, strict=False)):
         bound = max(bounds[dtype][min(i, 1)] for dtype in types if dtype is not None)
         bound = bound if spread == 1.0 else max(bound, WIDE_BOUND)

@@ -37,7 +37,7 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
     assert not launch.can_run(single())
     assert 'aft_vision::simple_forward' not in kernels_run(lambda: ops.aft_simple(*single()))
-    pytest.importorskip('triton')
+    pytest.importorskip('triton', minversion='3.6')
     monkeypatch.setenv('TRITON_INTERPRET', '1')
     assert launch.can_run(single())
 
@@ -75,6 +75,7 @@ def test_float64_takes_eager_and_says_so_once_if_triton_was_asked_for(triton_dev
 def forget_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, '_failures', {})
     monkeypatch.setattr(launch, '_logged', set())
+    monkeypatch.setattr(launch, 'triton_version', lambda: '3.6.0')
 
 
 def break_triton(device: torch.device) -> None:
@@ -112,6 +113,22 @@ def test_where_triton_cannot_compile_auto_takes_eager_and_triton_raises(
     operator._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="aft_simple has no 'triton' form for these inputs"):
         ops.aft_simple(*(x.double() for x in inputs), backend='triton')
+
+
+def test_a_triton_that_is_too_old_is_not_tried_and_the_message_says_which_one_is_needed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    forget_failures(monkeypatch)
+    monkeypatch.setattr(launch, '_try_kernel', lambda device: None)
+    devices = [torch.device('cuda', index) for index in range(3)]
+    found = []
+    for device, number in zip(devices, ('3.6.0', '3.5.1', '3.10.0+git1'), strict=True):
+        monkeypatch.setattr(launch, 'triton_version', lambda number=number: number)
+        found.append(launch.failure(device))
+    assert found == [None, 'expected Triton 3.6 or newer, got 3.5.1; a newer torch installs it', None]
+    assert caplog.messages == [
+        f'Triton cannot compile for cuda:1, so AFT runs there in the slower torch forms: {found[1]}'
+    ]
 
 
 def capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
@@ -200,7 +217,7 @@ def test_what_fails_in_a_capture_is_tried_again_after_it(
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A tuner of two sizes, on devices that are not here, and what it timed and launched; the second is faster."""
-    triton = pytest.importorskip('triton')
+    triton = pytest.importorskip('triton', minversion='3.6')
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
     timed, launched = [], []
 

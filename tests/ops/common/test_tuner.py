@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip('triton')
+pytest.importorskip('triton', minversion='3.6')
 
 import triton
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import operator
+from aft_vision.ops.common.errors import AcceleratorError
 from aft_vision.ops.common.inputs import Qkv
 
 
@@ -332,7 +333,7 @@ def test_a_lack_of_memory_is_not_recorded_and_the_next_process_compares_again(
     [
         (RuntimeError, 'Triton Error [CUDA]: out of memory'),
         (RuntimeError, 'CUBLAS_STATUS_ALLOC_FAILED when calling'),
-        (torch.AcceleratorError, 'CUDA error: out of memory'),
+        (AcceleratorError, 'CUDA error: out of memory'),
     ],
 )
 def test_a_lack_of_memory_of_any_library_is_not_recorded(
@@ -355,7 +356,7 @@ def test_a_kernel_that_makes_the_device_unusable_is_recorded_and_the_error_raise
     with monkeypatch.context() as patch:
         damage(crash, 0, patch, 'simple_forward')
         patch.setattr(verify, 'is_lost', lambda device: True)
-        with pytest.raises(torch.AcceleratorError):
+        with pytest.raises(AcceleratorError):
             verify.failure('simple', inputs)
     assert start_process(verify, monkeypatch) == []
     assert verify.failure('simple', inputs) == 'Triton Error [CUDA]: an illegal memory access was encountered'
