@@ -25,6 +25,10 @@ WEIGHTS := $(firstword $(patsubst %.safetensors,%,$(notdir $(wildcard aft_vision
 # make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch is gigabytes
 EMPTY ?=
 
+# The oldest torch and timm that pyproject.toml takes, for `make oldest`, and the torchvision of that torch
+OLDEST := torch==2.7.1 torchvision==0.22.1 timm==1.0.31
+OLDEST_VENV := .venv-oldest
+
 # Debian's packages to build FFCV with
 FFCV_LIBRARIES := libopencv-dev libturbojpeg0-dev pkg-config
 FFCV_STAMP := $(VENV)/.ffcv
@@ -34,7 +38,7 @@ SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitiz
 
 SHELL := bash
 
-.PHONY: install ffcv test distributed sanitize fuzz lint gpu timm-suite demo results docs findings package clean
+.PHONY: install ffcv test oldest distributed sanitize fuzz lint gpu timm-suite demo results docs findings package clean
 
 install: $(STAMP)
 
@@ -54,6 +58,12 @@ ffcv: $(STAMP)
 
 test: ffcv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal $(UNUSED) $(IGNORED) $(PYTEST_ARGS)
+
+# Operations, layers and models with the oldest torch and timm, in a folder of its own; no extra is installed
+oldest:
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet $(OLDEST) -e . 'pytest<9.3' pytest-timeout hypothesis 'setuptools>=77' numpy
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/ops tests/layers tests/models tests/test_registry.py
 
 # Training in several processes, killed and restarted, also on two nodes: a file of tests at a time in each worker
 distributed: ffcv
@@ -138,4 +148,4 @@ package: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests/standalone
 
 clean:
-	rm -rf $(VENV) dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build *.egg-info runs/demo
+	rm -rf $(VENV) $(OLDEST_VENV) dist .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build *.egg-info runs/demo

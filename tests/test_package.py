@@ -81,12 +81,24 @@ def test_the_pythons_that_the_package_declares_are_those_that_are_tested():
     assert PROJECT['requires-python'] == f'>={tested[0]}'
 
 
+def test_the_oldest_torch_and_timm_that_the_package_takes_are_those_that_are_tested():
+    tested = dict(
+        re.findall(r'(\w+)==([\d.]+)', re.search(r'^OLDEST := (.*)', (ROOT / 'Makefile').read_text(), re.M)[1])
+    )
+    floors = dict(re.findall(r'(\w+)>=([\d.]+)', ' '.join(PROJECT['dependencies'])))
+    assert floors == {name: tested[name] for name in ('torch', 'timm')}
+    workflow = yaml.safe_load((ROOT / '.github' / 'workflows' / 'check.yml').read_text())
+    assert [step['run'] for step in workflow['jobs']['oldest']['steps'] if 'run' in step] == [
+        'make oldest PYTHON=python PYTEST_ARGS=-q'
+    ]
+
+
 def test_only_what_publishes_may_ask_for_a_token_and_it_waits_for_the_checks():
     workflow = yaml.safe_load((ROOT / '.github' / 'workflows' / 'check.yml').read_text())
     asks = {name for name, job in workflow['jobs'].items() if 'id-token' in job.get('permissions', {})}
     assert asks == {'publish'}
     assert workflow['permissions'] == {'contents': 'read'}
-    assert workflow['jobs']['publish']['needs'] == 'check'
+    assert workflow['jobs']['publish']['needs'] == ['check', 'oldest']
 
 
 def test_the_files_and_commands_that_contributing_names_exist():
