@@ -36,8 +36,7 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
 
     Args:
         parts: `optim.accumulate` batches of the same size, of inputs and targets: images (B, 3, H, W) or their patches,
-            and class indices (B,), or tokens and targets (B, T). With fewer, at the end of a streamed data set, no
-            weight changes.
+            and class indices (B,), or tokens and targets (B, T). With fewer, at the end of a loader, no weight changes.
 
     Raises:
         NonFiniteLossError: the loss or the gradient is not finite, on any process; no weight has changed.
@@ -154,7 +153,7 @@ def train_one_epoch(
         after_update()
     if not reached.epoch_done:
         raise ValueError('expected a loader with a whole batch and a finite loss, got none')
-    # An epoch of a streamed data set may end early; the next one still begins at its own position in the schedule.
+    # A loader may end early; the next epoch still begins at its own position in the schedule.
     if not spent:
         reached.updates = (reached.epoch + 1) * reached.updates_per_epoch
     return _epoch_figures(state)
