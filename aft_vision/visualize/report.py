@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from aft_vision.layers import aft_mixers
+from aft_vision.layers import AFTAxial, AFTConv, AFTOnehot, aft_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
     FEWEST_IMAGES,
@@ -140,17 +140,19 @@ def _accuracy_section(report: Report) -> str:
     right = sum(each.is_right for each in judged)
     share, error = right / len(judged), standard_error(right, len(judged))
     height, width = report.size or default_size(report.model)
+    sizes, classes = by_size(judged), by_class(judged, names)
+    images = Counter(each.truth for each in judged)
+    count = sum(number >= FEWEST_IMAGES for number in images.values())
     parts = [
         paragraph(
             f'Top-1 {100 * share:.1f}% with a standard error of {100 * error:.1f}, on {len(judged)} images whose '
             f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels. '
             'Points in the pictures have intervals of 95 % (Wilson), and the number of images is in brackets. '
-            f'Classes and ranges of file sizes with fewer than {FEWEST_IMAGES} images are left out.'
+            f'Groups of fewer than {FEWEST_IMAGES} images are left out: {len(images) - count} of {len(images)} '
+            f'classes, and {len(judged) - sum(map(len, sizes.values()))} of {len(judged)} images by the size of their '
+            'file.'
         )
     ]
-    sizes, classes = by_size(judged), by_class(judged, names)
-    images = Counter(each.truth for each in judged)
-    count = sum(number >= FEWEST_IMAGES for number in images.values())
     by = f'class: the {MOST_CLASSES} lowest and highest of {count}' if len(classes) == MOST_CLASSES < count else 'class'
     for groups, label, kind in ((sizes, 'shorter side of the file (px)', 'size'), (classes, by, by)):
         if len(groups) > 1:
@@ -188,9 +190,10 @@ def _bias_section(report: Report) -> str:
         'Share below 0.1 counts the biases with |exp(w)\u00a0-\u00a01| < 0.1; largest is the largest '
         '|exp(w)\u00a0-\u00a01|.'
     )
+    is_centred = isinstance(aft_mixers(report.model)[0], AFTConv | AFTOnehot | AFTAxial)
     words = paragraph(
-        'A position bias w multiplies the weight of a source by exp(w), independent of the image. The centre of an '
-        'AFT-conv kernel is the token itself.'
+        'A position bias w multiplies the weight of a source by exp(w), independent of the image.'
+        + ' The centre of a picture is the token itself.' * is_centred
     )
     alt = f'Position biases of {len(rows)} layers: a picture of exp(w) - 1 for each layer and head drawn'
     return words + picture(figure_png(figure), alt) + legend + table('Sparsity of the position biases', columns, rows)
@@ -235,7 +238,8 @@ def _photograph_section(report: Report, path: Path) -> str:
         + picture(
             figure_png(weights),
             f'{path.name}, and below it the weights that the token at {place} gives the others, by layer and head',
-            f'The framed token is at {place} of {height} \u00d7 {width}.',
+            f'The framed token is at {place} of {height} \u00d7 {width}. Class: {truth or "unknown"}, '
+            f'prediction: {top[0][0]}.',
         )
     )
 

@@ -133,7 +133,8 @@ def test_the_page_says_what_the_checkpoint_knows(report):
     assert 'before: entropy' in text
     assert re.search(r'Top-1 \d+\.\d% with a standard error of \d+\.\d, on 3 images', text)
     assert 'at 32 × 32 pixels.' in text
-    assert 'with fewer than 20 images are left out' in text
+    assert 'of fewer than 20 images are left out: ' in text
+    assert 'The centre of a picture is the token itself' in text
     assert 'Prediction, truth: shirt' in text
 
 
@@ -177,6 +178,8 @@ def test_models_without_heads_have_a_report_too(tmp_path, name, capsys):
     text = path.read_text()
     assert ('Position biases</h2>' in text) == (name == 'aft_full_tiny')
     assert '48 × 32 pixels, 6 × 4 tokens' in text
+    assert 'AFT-conv' not in text
+    assert 'The centre of a picture' not in text
 
 
 def test_a_model_that_is_not_aft_is_rejected(tmp_path):
