@@ -250,7 +250,8 @@ class RunConfig:
             one per core.
         amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
         grad_checkpointing: Recompute the activations of each block in the backward pass, to save memory.
-        compile: Compile the model with torch.compile for training; evaluation stays eager.
+        compile: Compile the model with torch.compile for training, once for each of `data.train_sizes`, of which there
+            are at most 8; evaluation stays eager.
         timeout_minutes: Longest time that a process waits for the others, before it ends with an error.
         tensorboard: Also write TensorBoard's event files.
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
@@ -349,6 +350,10 @@ class Config(Experiment):
         initial = self.run.init_from is not None or bool(self.model.get('pretrained'))
         wanted = 'false without run.init_from or model.pretrained'
         require('run.reset_head', self.run.reset_head, initial or not self.run.reset_head, wanted)
+        sizes = self.data.train_sizes
+        # For more, torch.compile runs without a graph.
+        few = not self.run.compile or sizes is None or len(set(sizes)) <= 8
+        require('data.train_sizes', sizes, few, 'at most 8 sizes with run.compile=true, which compiles each')
         if self.data.max_tokens is not None:
             teacher, compiled = self.distill.teacher, self.run.compile
             require('distill.teacher', teacher, teacher is None, 'null with data.max_tokens')

@@ -295,7 +295,8 @@ def assemble_state(
     if config.ema.decay is not None:
         task.setup_ema(decay=config.ema.decay, use_warmup=config.ema.warmup)
     if config.run.compile:
-        task.compile()
+        # A graph for each size: inductor cannot compile the gradient of every model at an open one.
+        task.compile(dynamic=False if config.size_schedule else None)
     if world.is_distributed:
         task.prepare_distributed(device_ids=None if device.type == 'cpu' else [device])
     scaler = torch.amp.GradScaler(device.type, enabled=config.run.amp == 'float16')

@@ -41,6 +41,20 @@ def check_image_size(
         )
 
 
+@torch.fx.wrap
+@register_notrace_function
+@torch.jit.ignore
+def fix_trained_size(x: Tensor) -> None:
+    """Make the height and width of images (B, C, H, W) constants of a graph that `torch.compile` makes for gradients.
+
+    Such a graph has one image size, and another size makes another graph, as in timm's models. Inductor cannot compile
+    the gradient of a resampling to an open size, nor on a CPU maps of tokens that a convolution reads.
+    """
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled():
+        torch._dynamo.mark_static(x, 2)
+        torch._dynamo.mark_static(x, 3)
+
+
 class AFTPatchEmbed(PatchEmbed):
     """timm's patch embedding with its checks as ValueError.
 

@@ -33,7 +33,7 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import init_weights_vit_timm
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTBlock
+from aft_vision.layers import AFTBlock, fix_trained_size
 from aft_vision.models.aft_vit import pool_tokens
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 
@@ -249,6 +249,8 @@ class AFTPyramid(nn.Module):
         Returns:
             (B, C, rows, columns).
         """
+        if not torch.jit.is_scripting():
+            fix_trained_size(x)
         check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
         x = self.stem(clear_padding(x, attn_mask, self.stride))
         for stage in self.stages:
@@ -282,6 +284,8 @@ class AFTPyramid(nn.Module):
         if output_fmt != 'NCHW':
             raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.stages), indices)
+        if not torch.jit.is_scripting():
+            fix_trained_size(x)
         check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
         x = self.stem(clear_padding(x, attn_mask, self.stride))
         maps: list[Tensor] = []

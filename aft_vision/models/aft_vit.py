@@ -30,7 +30,7 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTBlock, AFTPatchEmbed, aft_mixers
+from aft_vision.layers import AFTBlock, AFTPatchEmbed, aft_mixers, fix_trained_size
 from aft_vision.layers.mixers import MIXERS
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
@@ -164,6 +164,7 @@ class AFTVisionTransformer(VisionTransformer):
         # A fixed grid is not passed, so that a fixed model's graph has constant position biases.
         self.passes_grid = self.dynamic_img_size and mixer != 'simple'
         self.drops_patches = kwargs.get('patch_drop_rate', 0.0) > 0
+        self.resamples = self.dynamic_img_size and (self.pos_embed is not None or mixer in ('full', 'local'))
         # With a mask, a padded image has the tokens of the image alone, unless biases are stretched over the grid.
         self.pads_exactly = on_grid and not resample_bias
 
@@ -243,6 +244,8 @@ class AFTVisionTransformer(VisionTransformer):
         # Tokens (B, T, C), their grid where the blocks need it, and their mask (B, T).
         if attn_mask is not None and self.training and self.drops_patches:
             raise ValueError('attn_mask needs patch_drop_rate = 0 in training, which drops other tokens in each image')
+        if self.resamples and not torch.jit.is_scripting():
+            fix_trained_size(x)
         height, width = self.patch_embed.dynamic_feat_size((x.shape[2], x.shape[3]))
         x = self.patch_embed(x)
         grid: tuple[int, int] | None = None

@@ -169,6 +169,31 @@ def test_a_compiled_model_trains_to_the_same_gradients(name: str, backend: str):
             assert_close(a, b, 1e-3, key)
 
 
+@pytest.mark.parametrize(
+    ('name', 'kwargs'),
+    [
+        ('aft_conv_tiny', {}),
+        ('aft_conv_tiny', dict(gumbel=True, straight_through=True)),
+        ('aft_full_tiny', {}),
+        ('aft_full_tiny', dict(mixer='local', window_size=5)),
+        ('aft_simple_tiny', {}),
+        ('aft_axial_tiny hybrid', {}),
+    ],
+    ids=str,
+)
+def test_a_model_compiled_for_open_sizes_trains_at_several(name: str, kwargs: dict[str, Any]):
+    torch._dynamo.reset()
+    model = make(name, depth=GRAPHS[name], **dynamic(name), **kwargs).train()
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager', dynamic=True)
+    for size in [(64, 64), (48, 80)]:
+        got, want = [], []
+        for forward, gradients in ((model, want), (compiled, got)):
+            torch.manual_seed(3)
+            found = torch.autograd.grad(forward(images(*size)).square().sum(), list(model.parameters()))
+            gradients += [x.flatten() for x in found]
+        assert_close(torch.cat(got), torch.cat(want), 1e-4)
+
+
 @pytest.mark.parametrize('name', FAMILIES)
 def test_a_scripted_model_gives_the_same(name: str):
     with timm.layers.set_scriptable(True):

@@ -208,6 +208,14 @@ def test_a_wrong_override_is_rejected_with_key_and_value(vit_file, override, mes
         load_config(vit_file, override.split())
 
 
+def test_a_compiled_run_has_at_most_eight_training_sizes(tmp_path):
+    path, sizes = tmp_path / 'conv.yaml', [16 * side for side in range(2, 11)]
+    path.write_text('model: {name: aft_conv_tiny}\n')
+    load_config(path, [f'data.train_sizes={sizes[1:]}', 'run.compile=true'])
+    with pytest.raises(ValueError, match=r'data\.train_sizes to be at most 8 sizes with run\.compile=true'):
+        load_config(path, [f'data.train_sizes={sizes}', 'run.compile=true'])
+
+
 @pytest.mark.parametrize(
     ('overrides', 'message'),
     [

@@ -315,6 +315,25 @@ def test_a_compiled_model_trains_as_an_eager_one(monkeypatch):
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
 
 
+def test_a_compiled_model_has_a_graph_for_each_training_size(monkeypatch):
+    compile_module, inputs = torch.compile, []
+
+    def backend(graph, examples):
+        inputs.append(examples)
+        return graph
+
+    monkeypatch.setattr(
+        torch, 'compile', lambda model, dynamic, **_: compile_module(model, backend=backend, dynamic=dynamic)
+    )
+    torch._dynamo.reset()
+    data = DataConfig(batch_size=8, train_sizes=[4, 6])
+    state = make_state(make_vit(), data=data, run=RunConfig(compile=True, tensorboard=False))
+    for side in (4, 6, 4, 6):
+        train(state, make_batches(1, side=side))
+    assert len(inputs) == 2
+    assert not any(isinstance(x, torch.SymInt) for examples in inputs for x in examples)
+
+
 def test_fit_learns_and_writes_one_row_per_epoch(tmp_path):
     state = make_state(run=RunConfig(eval_every=3), ema=EmaConfig(decay=0.5, warmup=True))
     run(state, tmp_path)
