@@ -287,4 +287,4 @@ def test_a_pyramid_has_not_the_blocks_of_a_vit(arguments, tmp_path):
 def test_a_conversion_has_no_evaluation_of_its_own(arguments, capsys):
     with pytest.raises(SystemExit):
         main([*arguments, '--eval'])
-    assert 'unrecognized arguments: --eval' in capsys.readouterr().err
+    assert 'there is no option --eval' in capsys.readouterr().err
