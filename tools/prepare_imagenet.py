@@ -46,6 +46,9 @@ from aft_vision.data.archives import (
     unpack_validation,
 )
 
+# Images of the 1,000 classes as published.
+CLASSES, PUBLISHED = 1000, {'train': 1_281_167, 'val': 50_000}
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the folders, and print the number of images of each split.
@@ -56,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     validation = args.out / 'val'
     if args.solution is not None:
+        if not validation.is_dir():
+            raise ValueError(f'expected the flat folder val of the validation images in --out {args.out}, got none')
         report(validation, sort_validation(validation, read_solution(args.solution)))
         return
     train, val = (args.archives / ARCHIVE_META[split][0] for split in ('train', 'val'))
@@ -71,8 +76,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(folder: Path, images: int) -> None:
-    """Print the numbers of images and classes of a split."""
-    print(f'{folder}: {images} images, {sum(path.is_dir() for path in folder.iterdir())} classes')
+    """Print the numbers of images and classes of a split.
+
+    Raises:
+        ValueError: it has the 1,000 classes, but not the published number of images.
+    """
+    classes = sum(path.is_dir() for path in folder.iterdir())
+    if classes == CLASSES and images != PUBLISHED[folder.name]:
+        raise ValueError(
+            f'expected {PUBLISHED[folder.name]} images in {folder}, as published, got {images}; fetch them again'
+        )
+    print(f'{folder}: {images} images, {classes} classes')
 
 
 if __name__ == '__main__':

@@ -7,11 +7,13 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from torchvision.datasets.imagenet import ARCHIVE_META, META_FILE, load_meta_file, parse_devkit_archive
 from tqdm import tqdm
 
 from aft_vision.data.images import find_images, is_hidden
+from aft_vision.data.shards import StrictTarInfo
 
 # The class of every validation image: by its name without suffix, or in the order of the names.
 Labels = Mapping[str, str] | Sequence[str]
@@ -60,15 +62,17 @@ def unpack_training(archive: Path, folder: Path, classes: Iterable[str]) -> int:
         The number of images.
 
     Raises:
-        ValueError: the archive is damaged or lacks a class, or a folder then has other images too.
+        ValueError: the archive is damaged or lacks a class or its images, or a folder then has other images too.
     """
     count = 0
     with _opened(archive) as file:
         members = {PurePosixPath(member.name).stem: member for member in file if member.isfile()}
         _check_equal(f'classes of {archive}', members, classes)
         for name, member in tqdm(members.items(), desc=folder.name, unit='class', disable=None):
-            with tarfile.open(fileobj=file.extractfile(member)) as inner:
+            with _opened(archive / member.name, file.extractfile(member)) as inner:
                 images = {PurePosixPath(image.name).name: image for image in inner if image.isfile()}
+                if not images:
+                    raise ValueError(f'expected images in {archive / member.name}, got none; fetch the archive again')
                 for each, image in images.items():
                     _write(inner, image, folder / name / each)
             _check_equal(f'images of {folder / name}', _names(folder / name), images)
@@ -104,9 +108,10 @@ def sort_validation(folder: Path, labels: Labels) -> int:
 
 
 @contextmanager
-def _opened(archive: Path) -> Iterator[tarfile.TarFile]:
+def _opened(archive: Path, content: IO[bytes] | None = None) -> Iterator[tarfile.TarFile]:
+    """Open a tar file; `content` is that of one inside another."""
     try:
-        with tarfile.open(archive, 'r:') as file:
+        with tarfile.open(archive, 'r:', content, tarinfo=StrictTarInfo) as file:
             yield file
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f'expected a whole tar file, got {archive}: {error}') from error

@@ -116,6 +116,34 @@ def test_an_archive_that_is_cut_is_an_error(archives, tmp_path, name):
         run(archives, tmp_path / 'out')
 
 
+@pytest.mark.parametrize('damage', ['a header', 'no images'])
+def test_a_damaged_archive_of_a_class_is_an_error(archives, tmp_path, damage):
+    path = tmp_path / 'inner.tar'
+    inner = {}
+    with tarfile.open(archives / TRAIN) as file:
+        for member in file:
+            inner[member.name] = file.extractfile(member).read()
+    name = f'{CLASSES[1]}.tar'
+    third = inner[name].index(f'{CLASSES[1]}_2'.encode())
+    damaged = inner[name][:third] + b'\xff' * 500 + inner[name][third + 500 :]
+    inner[name] = damaged if damage == 'a header' else write_tar(path, {})
+    write_tar(archives / TRAIN, inner)
+    with pytest.raises(ValueError, match=rf'expected .*{TRAIN}/{name}'):
+        run(archives, tmp_path / 'out')
+
+
+def test_a_thousand_classes_have_the_published_number_of_images(tmp_path):
+    (tmp_path / 'val').mkdir()
+    for number in range(1000):
+        (tmp_path / 'val' / f'{number}.JPEG').write_bytes(b'an image')
+    rows = ''.join(f'{number},n{number:08d} 1 2 3 4\n' for number in range(1000))
+    (tmp_path / 'solution.csv').write_text(f'ImageId,PredictionString\n{rows}')
+    with pytest.raises(ValueError, match=r'expected 50000 images in .*val, as published, got 1000'):
+        main(['--solution', str(tmp_path / 'solution.csv'), '--out', str(tmp_path)])
+    with pytest.raises(ValueError, match=r'expected the flat folder val .* in --out .*other, got none'):
+        main(['--solution', str(tmp_path / 'solution.csv'), '--out', str(tmp_path / 'other')])
+
+
 def test_a_class_folder_with_other_images_is_an_error(archives, tmp_path):
     run(archives, tmp_path / 'out')
     (tmp_path / 'out' / 'train' / CLASSES[0] / 'mine.JPEG').write_bytes(picture(0))
