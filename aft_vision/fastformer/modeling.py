@@ -124,7 +124,7 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
         Args:
             pretrained_model_name_or_path: A folder, or a name on the Hugging Face hub.
             model_args, config, key_mapping, output_loading_info, kwargs: Those of transformers; kwargs may be fields of
-                the config, such as decoder_layers.
+                the config, such as decoder_layers. The model is saved under its own names, whatever key_mapping.
 
         Raises:
             ValueError: no weight of the file fits, apart from those of the head.
@@ -140,7 +140,7 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
             **kwargs,
         )
         model, info = loaded
-        if names and key_mapping is None:
+        if names:
             # transformers would save the model under the names that it was loaded from.
             model._weight_conversions = None
         _refuse_nothing(model, info['missing_keys'], pretrained_model_name_or_path)
