@@ -54,17 +54,40 @@ def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainSt
 
 def describe_start(config: Config) -> str:
     """Describe the weights that a run starts from; '' for random ones."""
-    overlay = config.model.get('pretrained_cfg_overlay') or {}
-    named = overlay.get('file') or f'the weights of {config.model["name"]}'
-    start = config.run.init_from or (named if config.model.get('pretrained') else '')
+    start = config.run.init_from or (_published(config) if config.model.get('pretrained') else '')
     return f'from {start}{", with a new classifier" if config.run.reset_head else ""}' if start else ''
 
 
-def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Module, Any]:
-    """Build the model for `--eval`, with its weights, and the validation loader of this process.
+def evaluated_checkpoint(config: Config, run_dir: Path, start_first: bool = False) -> str | Path | None:
+    """Return the checkpoint for `--eval`: `best.pth` of the run, otherwise `run.init_from`; None for timm's weights.
+
+    Args:
+        start_first: Prefer `run.init_from`.
 
     Raises:
-        ValueError: no weights are given, or they are for other classes or another model.
+        ValueError: no weights are given.
+    """
+    best = run_dir / BEST
+    if best.exists() and not (start_first and config.run.init_from):
+        return best
+    if not (config.run.init_from or config.model.get('pretrained')):
+        raise ValueError(f'expected weights to evaluate: {best}, run.init_from or model.pretrained=true, got none')
+    return config.run.init_from
+
+
+def describe_evaluated(config: Config, checkpoint: str | Path | None) -> str:
+    """Name the weights that `--eval` evaluates."""
+    return f'evaluates {checkpoint or _published(config)}'
+
+
+def build_evaluation(config: Config, checkpoint: str | Path | None, world: World) -> tuple[nn.Module, Any]:
+    """Build the model for `--eval`, with its weights, and the validation loader of this process.
+
+    Args:
+        checkpoint: The weights; None for those of the name of the model.
+
+    Raises:
+        ValueError: the weights cannot be read, or are for other classes or another model.
     """
     with _advising_share():
         loader, class_names = create_eval_loader(
@@ -76,22 +99,22 @@ def build_evaluation(config: Config, run_dir: Path, world: World) -> tuple[nn.Mo
             device=world.device,
         )
     name, kwargs = model_arguments(config, num_classes=len(class_names))
-    checkpoint = config.run.init_from or run_dir / BEST
-    pretrained = bool(kwargs.get('pretrained')) and config.run.init_from is None
-    if pretrained:
+    if checkpoint is None:
         _check_pretrained_classes(config, class_names)
-    elif not Path(checkpoint).exists():
-        raise ValueError(
-            f'expected weights to evaluate: {checkpoint}, run.init_from or model.pretrained=true, got none'
-        )
     else:
         check_classes(load_model(checkpoint), class_names, config.data.name or config.data.dir)
-    model = _build_with_weights(config, name, kwargs if pretrained else {**kwargs, 'pretrained': False})
+    model = _build_with_weights(config, name, {**kwargs, 'pretrained': checkpoint is None})
     check_image_sizes(model, config)
-    if not pretrained:
+    if checkpoint is not None:
         with naming_model_keys(config.model, model.state_dict, lambda: stated_by_file(checkpoint)):
             initialize_model(model, checkpoint, transfer=False)
     return model.to(world.device), loader
+
+
+def _published(config: Config) -> str:
+    """Name the weights of model.pretrained=true."""
+    overlay = config.model.get('pretrained_cfg_overlay') or {}
+    return overlay.get('file') or f'the weights of {config.model["name"]}'
 
 
 def _build_with_weights(config: Config, name: str, kwargs: dict[str, Any]) -> nn.Module:

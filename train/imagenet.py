@@ -11,8 +11,8 @@ A run writes into its folder config.yaml (the resolved experiment, which reprodu
 tensorboard/, best.pth, last.pth and export/, which `timm.create_model('local-dir:.../export', pretrained=True)` loads.
 run.resume=auto continues an interrupted run or starts a new one.
 
---eval only evaluates: it prints the validation accuracy of the weights of run.init_from, of model.pretrained=true, or
-of best.pth in the folder of the run.
+--eval only evaluates: it prints the name of the weights and their validation accuracy. They are those of run.init_from
+on the command line, else best.pth in the folder of the run, else those that the run would start from.
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,19 @@ from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate, load_model
 from aft_vision.export import export_model
 from aft_vision.visualize import describe_targets, draw_history, save_figure
-from train.build import build_evaluation, build_loaders, build_state, describe_start
+from train.build import (
+    build_evaluation,
+    build_loaders,
+    build_state,
+    describe_evaluated,
+    describe_start,
+    evaluated_checkpoint,
+)
 from train.checkpoint import BEST, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
+from train.layers import COMMAND_LINE, last_text, read_layers
 from train.model_section import model_schema
 from train.run import check_run_dir, find_run_dir, train_run
 from train.schedule import with_min_updates
@@ -65,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         check_run_dir(run_dir, config)
     with join_world(config) as world:
         if args.eval:
-            evaluate_run(config, run_dir, world, progress=not args.quiet)
+            typed = [layer for layer in read_layers(args.config, args.overrides) if layer[0] == COMMAND_LINE]
+            start_first = bool(last_text(typed, 'run.init_from', ''))
+            checkpoint = evaluated_checkpoint(config, run_dir, start_first)
+            evaluate_weights(config, checkpoint, world, progress=not args.quiet)
             return None
         return train_classifier(config, run_dir, world, progress=not args.quiet)
 
@@ -98,9 +109,17 @@ def train_classifier(
     return state
 
 
-def evaluate_run(config: Config, run_dir: Path, world: World, progress: bool = True) -> dict[str, float]:
-    """Evaluate on the validation images, each counted once, and print the result."""
-    model, loader = build_evaluation(config, run_dir, world)
+def evaluate_weights(
+    config: Config, checkpoint: str | Path | None, world: World, progress: bool = True
+) -> dict[str, float]:
+    """Evaluate on the validation images, each counted once, and print the weights and the result.
+
+    Args:
+        checkpoint: The weights; None for those of the name of the model.
+    """
+    model, loader = build_evaluation(config, checkpoint, world)
+    if world.is_primary:
+        print(describe_evaluated(config, checkpoint))
     metrics = evaluate(
         model,
         loader,

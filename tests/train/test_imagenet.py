@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import link_photographs, make_folder
+from helpers import link_photographs, make_folder, save_model
 from PIL import Image
 from timm.data import create_dataset, create_loader
 from timm.utils import AverageMeter, accuracy
@@ -263,7 +263,7 @@ def test_evaluation_is_that_of_timms_script_image_for_image(tmp_path, capsys):
     assert f'top-1 {meters[0].avg:.3f} %  top-5 {meters[1].avg:.3f} %' in shown
     assert 'images 200' in shown
     config = load_config(arguments[-1])
-    evaluated, ours = build_evaluation(config, tmp_path, World(torch.device('cpu')))
+    evaluated, ours = build_evaluation(config, None, World(torch.device('cpu')))
     found = torch.cat([evaluated.eval()(images) for images, _ in ours])
     torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-5)
     assert torch.equal(found.topk(5).indices, torch.cat(wanted).topk(5).indices)
@@ -279,6 +279,33 @@ def test_the_best_weights_of_a_run_are_evaluated(few, tmp_path, capsys):
     main([*arguments, '--eval'])
     assert f'top-1 {state.progress.best:.3f} %' in capsys.readouterr().out
     assert before == sorted((path.name, path.stat().st_mtime_ns) for path in tmp_path.rglob('*'))
+
+
+def test_the_weights_of_a_run_are_evaluated_instead_of_those_that_it_started_from(tmp_path, capsys):
+    images, start, tuned = link_photographs(tmp_path / 'images', 2, 2), tmp_path / 'start', tmp_path / 'tuned'
+    model, _ = untrained(tmp_path)
+    shape = dict(img_size=48, embed_dim=48, depth=2, num_heads=3, patch_size=8)
+    names = sorted(path.name for path in (images / 'train').iterdir())
+    for folder in (start, tuned):
+        folder.mkdir()
+        torch.nn.init.normal_(model.head.weight)
+        save_model(folder / 'best.pth', 'vit_tiny_patch16_224', model, {**shape, 'num_classes': 10}, class_names=names)
+    arguments = ['--quiet', '--eval', '--config', str(tmp_path / 'vit.yaml'), f'data.dir={images}']
+    # With a file, as the config.yaml of the run records it.
+    own = tmp_path / 'own.yaml'
+    own.write_text(f'base: vit.yaml\nrun: {{init_from: {start}}}\n')
+    evaluated = {
+        tuned / 'best.pth': [[*arguments, f'run.dir={tuned}'], [*arguments, '--config', str(own), f'run.dir={tuned}']],
+        start: [
+            [*arguments, f'run.dir={tuned}', f'run.init_from={start}'],
+            [*arguments, '--config', str(own), f'run.dir={tmp_path / "new"}'],
+        ],
+        tmp_path / 'vit.pth': [[*arguments, f'run.dir={tmp_path / "new"}']],
+    }
+    for weights, commands in evaluated.items():
+        for command in commands:
+            main(command)
+            assert f'evaluates {weights}\n' in capsys.readouterr().out
 
 
 def test_weights_of_other_classes_or_of_another_model_are_not_evaluated(run_dir, tmp_path):
