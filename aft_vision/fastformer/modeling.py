@@ -127,7 +127,7 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
                 the config, such as decoder_layers. The model is saved under its own names, whatever key_mapping.
 
         Raises:
-            ValueError: no weight of the file fits, apart from those of the head.
+            ValueError: no weight of the file fits, apart from those of the pooling and the head.
         """
         decoder = _has_decoder(pretrained_model_name_or_path, config, kwargs)
         names = {**(cls._names_with_decoder if decoder else cls._names_without_decoder), **(key_mapping or {})}
@@ -171,7 +171,9 @@ def _has_decoder(source: Any, config: Any, options: Mapping[str, Any]) -> bool:
 def _refuse_nothing(model: PreTrainedModel, missing: Any, source: Any) -> None:
     base: Any = model.base_model
     prefix = '' if base is model else f'{model.base_model_prefix}.'
-    names = {f'{prefix}{name}' for name in base.state_dict()} - set(model.all_tied_weights_keys)
+    # A folder of another model may have a pooling of the same names and sizes.
+    names = {f'{prefix}{name}' for name in base.state_dict() if not name.startswith('pooling.')}
+    names -= set(model.all_tied_weights_keys)
     if names and names <= set(missing):
         raise ValueError(
             f'expected weights of a {type(model).__name__} in {source}, got none that fit: load it with the class that '

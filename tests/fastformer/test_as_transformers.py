@@ -369,3 +369,13 @@ def test_a_folder_of_which_nothing_fits_is_refused(tmp_path, cls: type):
     make_model('BERT').save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f'expected weights of a {cls.__name__} in .*, got none that fit'):
         cls.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize('cls', [FastformerModel, FastformerForSequenceClassification])
+def test_a_folder_of_which_only_the_pooling_fits_is_refused(tmp_path, cls: type):
+    model = cls(FastformerConfig(**SMALL))
+    kept = {name: weight for name, weight in model.state_dict().items() if 'pooling.' in name}
+    assert kept
+    model.save_pretrained(tmp_path, state_dict=kept)
+    with pytest.raises(ValueError, match=f'expected weights of a {cls.__name__} in .*, got none that fit'):
+        cls.from_pretrained(tmp_path)
