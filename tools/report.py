@@ -8,8 +8,8 @@ the accuracy by class and by size of the files, and right and wrong answers. It 
 6 to 8) and how sparse they are, the average relative attention (Fig. 5), and for each photograph the prediction, the
 keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint
 are next to them; with --vit, the attention of a ViT. The curves of training are on it where summary.csv is next to
-the checkpoint, the accuracy by image size where eval_resolution.json of tools.eval_resolution is. The page is one file
-and asks nothing of a network (needs matplotlib).
+the checkpoint, the accuracy by image size where eval_resolution.json of tools.eval_resolution is and is not older. The
+page is one file and asks nothing of a network (needs matplotlib).
 """
 
 import argparse
@@ -61,6 +61,7 @@ from aft_vision import __version__
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
 from aft_vision.evaluate import load_model, read_record
+from aft_vision.files import find_checkpoint
 from aft_vision.resolution import draw_sizes
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import (
@@ -94,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
     report = collect(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
     sections = [*report_sections(report)]
     sizes = folder / 'eval_resolution.json'
-    if sizes.is_file():
+    if sizes.is_file() and is_older(sizes, args.checkpoint):
+        print(f'{sizes} is older than {args.checkpoint} and left out; tools.eval_resolution --overwrite replaces it')
+    elif sizes.is_file():
         first = sum(section.title in ('Model', 'Training') for section in sections)
         sections.insert(first, Section('Image sizes', partial(sizes_section, sizes)))
     parts = []
@@ -131,11 +134,19 @@ def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
     )
 
 
+def is_older(table: Path, checkpoint: Path) -> bool:
+    """Return whether a table was written before the weights of a checkpoint file, run or exported folder."""
+    weights = find_checkpoint(checkpoint)
+    weights = weights / 'config.json' if weights.is_dir() else weights
+    return weights.exists() and table.stat().st_mtime_ns < weights.stat().st_mtime_ns
+
+
 def sizes_section(path: Path) -> str:
-    """Draw the accuracies by image size that tools.eval_resolution wrote."""
+    """Draw the accuracies by image size that tools.eval_resolution wrote, with their checkpoint and data."""
     found = json.loads(path.read_text())
     alt = f'Accuracy, speed and memory at {len(found["sizes"])} image sizes'
-    return picture(figure_png(draw_sizes(found['sizes'], found['train_size'])), alt)
+    caption = f'{found["checkpoint"]} on {found["data"]}, from {path.name}.'
+    return picture(figure_png(draw_sizes(found['sizes'], found['train_size'])), alt, caption)
 
 
 def origin(command: str) -> dict[str, str]:

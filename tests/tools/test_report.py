@@ -1,6 +1,7 @@
 import base64
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -72,7 +73,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {'height': side, 'width': side, 'top1': 40.0, 'top5': 80.0, 'samples': 10} | dict.fromkeys(SPEEDS, 1.0)
         for side in (32, 64)
     ]
-    (folder / 'eval_resolution.json').write_text(json.dumps({'train_size': [32, 32], 'sizes': rows}))
+    table = {'checkpoint': 'runs/<other>/best.pth', 'data': 'birds', 'train_size': [32, 32], 'sizes': rows}
+    (folder / 'eval_resolution.json').write_text(json.dumps(table))
     for name, image in zip(('shoe', 'shirt', 'shirt'), photographs(3, (48, 40)), strict=True):
         (folder / 'images' / name).mkdir(exist_ok=True, parents=True)
         image.save(folder / 'images' / name / f'{len(list((folder / "images" / name).iterdir()))} & co.png')
@@ -98,6 +100,22 @@ def test_the_page_is_well_formed_and_has_every_section(report):
     assert len(page.all('h1')) == 1
     identifiers = {f'#{section["id"]}' for section in page.all('section')}
     assert {link['href'] for link in page.all('a')} == identifiers
+
+
+def test_the_accuracy_by_image_size_names_its_checkpoint_and_data(report):
+    assert 'runs/&lt;other&gt;/best.pth on birds' in report.read_text()
+
+
+@pytest.mark.parametrize('older', [False, True])
+def test_a_table_of_image_sizes_from_before_the_checkpoint_is_left_out(report, tmp_path, monkeypatch, capsys, older):
+    monkeypatch.setattr('tools.report.report_sections', lambda _: ())
+    for name in ('best.pth', 'eval_resolution.json'):
+        shutil.copy(report.parents[1] / name, tmp_path / name)
+    written = (tmp_path / 'best.pth').stat().st_mtime
+    os.utime(tmp_path / 'eval_resolution.json', (written, written + (-1 if older else 1)))
+    page = main(['--checkpoint', str(tmp_path), '--images', str(report.parents[1] / 'images')]).read_text()
+    assert ('<h2>Image sizes</h2>' in page) is not older
+    assert ('eval_resolution.json is older' in capsys.readouterr().out) is older
 
 
 def test_the_page_asks_for_nothing_and_runs_nothing(report):
