@@ -3,7 +3,6 @@
 import logging
 import tarfile
 from abc import ABC, abstractmethod
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,8 @@ REMEDY = 'data.on_corrupt_image=skip, or --skip-corrupt of a tool, leaves such i
 _logger = logging.getLogger(__name__)
 
 
-@cache
-def new_flags(count: int, *place: Any) -> torch.Tensor:
-    """Return flags that the loading processes share, the same ones for the same place."""
+def new_flags(count: int) -> torch.Tensor:
+    """Return flags that the loading processes share."""
     return torch.zeros(count, dtype=torch.bool).share_memory_()
 
 
@@ -41,14 +39,13 @@ class CheckedDataset(Dataset, ABC):
     transform: Any = None
     _named: torch.Tensor | None = None
 
-    def skip_corrupt(self, instead: str, *place: Any) -> None:
-        """Skip images that cannot be decoded, and name each once in a run.
+    def skip_corrupt(self, instead: str) -> None:
+        """Skip images that cannot be decoded, and name each once.
 
         Args:
             instead: `next` or `none`, for `on_corrupt`.
-            place: Where these images come from, by which a loader built later knows those that have been named.
         """
-        self.on_corrupt, self._named = instead, new_flags(len(self), *place)
+        self.on_corrupt, self._named = instead, new_flags(len(self))
 
     def __getitem__(self, index: int) -> Any:
         for position in range(index, index + MAX_SKIPPED_IN_A_ROW):

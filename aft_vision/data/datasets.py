@@ -166,7 +166,7 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
     if source.val_share is not None:
         split = _hold_apart(split, source, source.val_share, held=False)
     if isinstance(split.dataset, CheckedDataset) and source.on_corrupt_image == 'skip':
-        split.dataset.skip_corrupt('next', 'train', source.dir, source.name, source.train_split, source.val_share)
+        split.dataset.skip_corrupt('next')
     return split
 
 
@@ -179,7 +179,7 @@ def open_eval_split(source: Source, batch_size: int) -> Split:
         whole = _open(source, (source.train_split,), batch_size, seed=0, is_training=False)
         split = _hold_apart(whole, source, source.val_share, held=True)
     if isinstance(split.dataset, CheckedDataset) and source.on_corrupt_image == 'skip':
-        split.dataset.skip_corrupt('none', 'evaluation', source.dir, source.name, source.eval_split, source.val_share)
+        split.dataset.skip_corrupt('none')
     return split
 
 

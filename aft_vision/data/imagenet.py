@@ -4,7 +4,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -280,7 +280,7 @@ def _loader(
         num_workers = dataset.limit_workers(num_workers)
         make: Any = partial(StreamLoader, dataset, batch_size, collate)
     else:
-        make = partial(DataLoader, dataset, batch_size, collate_fn=collate)
+        make = partial(DataLoader if 'sampler' in options else _EvalLoader, dataset, batch_size, collate_fn=collate)
     loader = make(
         num_workers=num_workers,
         pin_memory=read.device.type == 'cuda',
@@ -291,6 +291,19 @@ def _loader(
     mean, std = tuple(read.preprocessing.mean), tuple(read.preprocessing.std)
     prefetch = PrefetchLoader if native is None else NaFlexPrefetchLoader
     return prefetch(loader, mean=mean, std=std, device=read.device)
+
+
+class _EvalLoader(DataLoader):
+    """A loader that says at the end of a pass how many images were skipped."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        found = 0
+        for batch in super().__iter__():
+            found += len(batch[1])
+            yield batch
+        images = len(self.dataset)  # type: ignore[arg-type]
+        if found < images:
+            _logger.warning('skipped: %d of %d images of the evaluation', images - found, images)
 
 
 def survive_signals(worker: int) -> None:

@@ -89,10 +89,13 @@ class WebDataset(Stream):
     def _samples(self) -> Iterator[Sample]:
         worker, workers = this_worker()
         for file, first, end in self._parts()[worker::workers]:
+            left = self.images if end is None else end - first
             try:
-                yield from self._part(file, first, end)
+                for sample in self._part(file, first, end):
+                    yield sample
+                    left -= 1
             except CorruptImageError as error:
-                self.report(error)
+                self.report(error, left)
 
     def _parts(self) -> list[tuple[Shard, int, int | None]]:
         """Return the shards of this process, with the position of its first sample in each, and that after its last."""
@@ -119,7 +122,10 @@ class WebDataset(Stream):
             if count == end != file.images:
                 return
         if file.images not in (None, count):
-            raise CorruptImageError(f'expected {file.images} images in {file.url}, as its data set says, got {count}')
+            raise ValueError(
+                f'expected {file.images} images in {file.url}, as its data set says, got {count}; correct the '
+                f'shard_lengths in {INFO_FILES[0]}'
+            )
 
     def _shard(self, url: str) -> Iterator[Sample]:
         """Yield the samples of a shard."""

@@ -3,6 +3,7 @@
 import inspect
 import io
 import logging
+import multiprocessing
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,7 @@ class Stream(IterableDataset, ABC):
         self.share, self.used = Share(), images
         # The loading processes see it, which live longer than an epoch.
         self._epoch = SharedCount()
+        self._skipped = multiprocessing.Value('q', 0)
 
     @abstractmethod
     def _read(self) -> Iterator[tuple[Any, Any]]:
@@ -148,15 +150,30 @@ class Stream(IterableDataset, ABC):
                 yield image, _as_class(label, name)
 
     def skip_corrupt(self) -> None:
-        """Leave out images that cannot be decoded and what cannot be read of a shard; name each once in a run."""
-        self._named = new_flags(MOST_NAMED, Stream)
+        """Leave out images that cannot be decoded and what cannot be read of a shard; name each once."""
+        self._named = new_flags(MOST_NAMED)
 
-    def report(self, error: CorruptImageError) -> None:
-        """Raise an error, or, where images are skipped, log it once."""
+    @property
+    def skipped(self) -> int:
+        """Return the number of images that the loading processes have skipped since `forget_skipped`."""
+        return self._skipped.value
+
+    def forget_skipped(self) -> None:
+        self._skipped.value = 0
+
+    def report(self, error: CorruptImageError, images: int = 1) -> None:
+        """Raise an error, or, where images are skipped, count them and log it once.
+
+        Args:
+            images: Number of images that are lost by it; at most so many if it is unknown.
+        """
         if self._named is None:
             raise CorruptImageError(f'{error}; {REMEDY}') from error
-        # Images have no number here. Two of them may share a flag; their count is reported all the same.
-        flag = zlib.crc32(str(error).encode()) % MOST_NAMED
+        with self._skipped.get_lock():
+            self._skipped.value += images
+        # Images have no number here. Two of them may share a flag; their count is reported all the same. Pillow's part
+        # of the message has the address of a file in memory.
+        flag = zlib.crc32(str(error).partition(': ')[0].encode()) % MOST_NAMED
         if not self._named[flag]:
             self._named[flag] = True
             _logger.warning('skipped: %s', error)
@@ -318,7 +335,8 @@ class StreamLoader(DataLoader):
         options: Other options of DataLoader.
 
     Raises:
-        CorruptImageError: a pass had another number of images than the split; if the stream skips, it is logged.
+        ValueError: a pass had another number of images than the split, without those that were skipped.
+        CorruptImageError: a pass of training has no batch.
     """
 
     def __init__(self, stream: Stream, batch_size: int, collate: Callable[[list[Any]], Any], **options: Any) -> None:
@@ -333,6 +351,7 @@ class StreamLoader(DataLoader):
         stream, made = self.stream, 0
         while True:
             before, found = made, 0
+            stream.forget_skipped()
             for batch in self._batches():
                 found += len(batch[1])
                 if stream.is_training and len(batch[1]) < (self.batch_size or 1):
@@ -341,12 +360,22 @@ class StreamLoader(DataLoader):
                 made += 1
                 if stream.is_training and made == len(self):
                     return
-            if found != len(stream):
-                stream.report(CorruptImageError(f'expected {len(stream)} images in {stream.place}, got {found}'))
+            self._compare(found)
             if not stream.is_training:
                 return
             if made == before:
                 raise CorruptImageError(f'expected a batch of images that can be read in {stream.place}, got {found}')
+
+    def _compare(self, found: int) -> None:
+        """Compare the images of a whole pass with those of the split; at most the skipped ones may be missing."""
+        stream, missing = self.stream, len(self.stream) - found
+        if not 0 <= missing <= stream.skipped:
+            raise ValueError(
+                f'expected {len(stream)} images in {stream.place}, got {found}; correct the number after | in the name '
+                'of the split, or its description'
+            )
+        if missing and not stream.is_training:
+            _logger.warning('skipped: %d of %d images of %s', missing, len(stream), stream.place)
 
     def _batches(self) -> Iterator[Any]:
         rest: list[Any] = []
