@@ -37,7 +37,7 @@ from aft_vision.data.sampling import DIVISION, derive_seed
 from aft_vision.data.shards import StrictTarInfo, open_shards
 from aft_vision.data.streams import Stream, TensorFlowStream, open_hugging_face
 
-EVAL_SPLITS = ('val', 'validation', 'test')
+EVAL_SPLITS = ('val', 'validation', 'valid', 'test')
 FILE_SUFFIXES = ('.tar', '.beton')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
 PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
@@ -65,8 +65,8 @@ class Source:
         name: A data set of timm's readers: `torch/cifar10`, `hfds/NAME`, `wds/`, `tfds/NAME`; '' for `dir`.
         train_split: Name of the training split. After a name of `wds/` and `hfids/`, `|NUMBER` is the number of its
             images.
-        eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `test` that exists, or
-            `validation` of a named data set.
+        eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `valid`, `test` that
+            exists, or `validation` of a named data set.
         val_share: Share of the training images, in (0, 1), to hold out for evaluation instead of the validation split;
             the rest is for training. It is drawn class by class. A folder or tar file of class folders without splits
             is divided in the same way. None holds out nothing.

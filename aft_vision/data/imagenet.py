@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aft_vision.data.augment import Augmentation, eval_transform, native_mixup, train_transform
 from aft_vision.data.datasets import (
+    EVAL_SPLITS,
     Source,
     Split,
     check_same_classes,
@@ -127,7 +128,8 @@ def create_loaders(
             splits differ, an update is larger than the training split or cannot be divided evenly, or the data set does
             not support an option.
     """
-    source, share = with_evaluation_images(as_source(source)), share or Share()
+    share = share or Share()
+    source = _divided(as_source(source), share)
     sizes = train_size if isinstance(train_size, SizeSchedule) else SizeSchedule((train_size,))
     evaluation = evaluation or Preprocessing(sizes.sizes[-1])
     images = share.part_size(batch_size)
@@ -162,7 +164,8 @@ def create_eval_loader(
     Returns:
         The loader, with every image of this process once in file order, and the class names by index.
     """
-    source, share = with_evaluation_images(as_source(source)), share or Share()
+    share = share or Share()
+    source = _divided(as_source(source), share)
     split = open_eval_split(source, batch_size)
     if share.rank == 0:
         _warn(source, split)
@@ -175,6 +178,18 @@ def create_eval_loader(
 def as_source(source: Source | str | Path) -> Source:
     """Convert a path to a Source."""
     return source if isinstance(source, Source) else Source(dir=str(source))
+
+
+def _divided(source: Source, share: Share) -> Source:
+    divided = with_evaluation_images(source)
+    if divided is not source and share.rank == 0:
+        _logger.warning(
+            '%s has none of the splits %s: %g of the images of each class are for evaluation, the others for training',
+            source.name or source.dir,
+            ', '.join(EVAL_SPLITS),
+            divided.val_share,
+        )
+    return divided
 
 
 def _warn(source: Source, *splits: Split) -> None:

@@ -363,7 +363,7 @@ def layout(root: Path, *names: str) -> None:
         (['./'], 'which is empty'),
         (
             ['train/a/0.png', 'extra/a/0.png'],
-            r'folder, .tar or .beton file val or validation or test .* only extra, tr',
+            r'folder, .tar or .beton file val or validation or valid or test .* only extra, tr',
         ),
         (
             ['train/a/0.png', 'train/b/0.png', 'val/a/0.png', 'val/c/0.png'],
@@ -399,7 +399,9 @@ def test_a_tar_that_is_no_data_set_is_named(tmp_path, paths, message):
 def test_a_tar_without_a_split_to_evaluate_lists_what_is_there(tmp_path):
     layout(tmp_path / 'images', 'train/a/0.png', 'extra/a/0.png')
     tar = make_tar(tmp_path / 'all.tar', tmp_path / 'images')
-    with pytest.raises(ValueError, match=r'val or validation or test of class folders in .*got only extra, train'):
+    with pytest.raises(
+        ValueError, match=r'val or validation or valid or test of class folders in .*got only extra, train'
+    ):
         open_eval_split(Source(dir=str(tar)), 1)
 
 
@@ -586,6 +588,18 @@ def test_a_share_is_held_apart_only_if_there_is_no_evaluation_split(tmp_path):
     assert with_evaluation_images(held).val_share == 0.1
     with pytest.raises(ValueError, match='which is not one'):
         with_evaluation_images(Source(dir=str(tmp_path / 'absent'), val_share_without_split=0.2))
+
+
+@pytest.mark.parametrize('split', ['val', 'validation', 'valid', 'test'])
+def test_a_share_that_is_held_apart_is_said_and_a_split_is_used(tmp_path, caplog, split):
+    make_folder(tmp_path, {'train': ['a', 'b']}, images=5)
+    source = Source(dir=str(tmp_path), val_share_without_split=0.2)
+    assert len(evaluate(source)[1]) == 2
+    assert f'{tmp_path} has none of the splits val, validation, valid, test: 0.2 of' in caplog.text
+    caplog.clear()
+    make_folder(tmp_path, {split: ['a', 'b']}, images=3)
+    assert len(evaluate(source)[1]) == 6
+    assert not caplog.messages
 
 
 def test_processes_share_out_the_held_images(tmp_path):
