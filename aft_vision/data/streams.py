@@ -58,6 +58,8 @@ class Stream(IterableDataset, ABC):
     target_transform: Any = None
     _named: torch.Tensor | None = None
     classes: Sequence[str] = ()
+    # How several processes can read the data set.
+    division = 'a data set with random access, such as a folder, can be divided'
 
     def __init__(self, place: str, images: int, shards: int, is_training: bool, seed: int) -> None:
         self.place, self.images, self.shards, self.is_training, self.seed = place, images, shards, is_training, seed
@@ -100,7 +102,7 @@ class Stream(IterableDataset, ABC):
         if share.world_size > 1 and not self.is_divisible:
             raise ValueError(
                 f'expected one process for {self.place}, which does not say how many images each of its files has, got '
-                f'{share.world_size}'
+                f'{share.world_size}; {self.division}'
             )
         self.share = share
         self.used = self.images // batch_size * batch_size if self.is_training else self.images
@@ -186,9 +188,19 @@ def this_worker() -> tuple[int, int]:
 
 
 def split_name_and_count(split: str) -> tuple[str, int]:
-    """Return the name of a split and the number of its images after the last `|`, 0 without one."""
-    name, _, count = split.rpartition('|')
-    return (name, int(count)) if name and count.isdecimal() else (split, 0)
+    """Return the name of a split and the number of its images after the last `|`, 0 without one.
+
+    Raises:
+        ValueError: something else comes after it.
+    """
+    name, mark, count = split.rpartition('|')
+    if not mark:
+        return split, 0
+    if not count.isdecimal():
+        raise ValueError(
+            f'expected a number after | in the name of a split, such as train|1000, got {count!r} in {split}'
+        )
+    return name, int(count)
 
 
 def _as_class(label: Any, name: str) -> int:
@@ -209,6 +221,8 @@ class HuggingFaceStream(Stream):
         input_key, target_key: Columns of the image and of the class.
         place, images, is_training, seed: As in Stream.
     """
+
+    division = 'hfds/ instead of hfids/ in data.name has random access and can be divided'
 
     def __init__(
         self, place: str, rows: Any, images: int, input_key: str, target_key: str, is_training: bool, seed: int

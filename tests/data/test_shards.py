@@ -196,10 +196,13 @@ def test_shards_without_an_info_file_need_the_number_of_images(tmp_path):
         evaluate(replace(source, **shards))
     with pytest.raises(ValueError, match=r"data\.train_split='train-\{0\.\.1\}\.tar\|1000'"):
         train(replace(source, **shards))
+    for count in ('1,000', '1_000', ' 8', ''):
+        with pytest.raises(ValueError, match=rf"expected a number after \| .*, got '{count}' in"):
+            evaluate(replace(source, eval_split=f'validation-{{0..1}}.tar|{count}'))
     counted = replace(source, **{key: f'{split}|8' for key, split in shards.items()})
     assert evaluate(counted, num_workers=2) == [0, 1, 2, 4, 5, 6, 3, 7]
     assert sorted(train(counted, num_workers=2)[0]) == list(range(8))
-    with pytest.raises(ValueError, match=r'expected one process for the split validation.*, got 2'):
+    with pytest.raises(ValueError, match=r'expected one process for the split validation.*, got 2; shard_lengths in'):
         evaluate(counted, share=Share(0, 2))
     with pytest.raises(ValueError, match=r'expected a split of _info\.json in .*, which has none, or shards such as'):
         evaluate(source)

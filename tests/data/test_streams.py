@@ -80,7 +80,7 @@ def test_streamed_rows_without_their_number_or_of_other_columns_are_named(tmp_pa
         images_of(replace(source, eval_split='validation'))
     with pytest.raises(ValueError, match=r'expected 4 images in the split validation .*, got 3'):
         images_of(replace(source, eval_split='validation|4'))
-    with pytest.raises(ValueError, match=r'expected one process for the split validation of .*, got 2'):
+    with pytest.raises(ValueError, match=r'expected one process for the split validation of .*, got 2; hfds/ instead'):
         images_of(source, Share(0, 2))
     with pytest.raises(ValueError, match=r'the columns image and kind in .*, got image, label; data\.input_key and'):
         images_of(replace(source, target_key='kind', num_classes=2))
