@@ -31,6 +31,10 @@ def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
     return [*_read_chain(Path(path)), *map(_read_override, overrides)]
 
 
+class _SourcedError(ValueError):
+    """An error that begins with the layer it is about."""
+
+
 def typed_layers(layers: Sequence[Layer], schema: type, arguments: type | None) -> list[Layer]:
     """Return layers with every value in the type of its key.
 
@@ -41,8 +45,18 @@ def typed_layers(layers: Sequence[Layer], schema: type, arguments: type | None) 
     Raises:
         ValueError: a value is not valid YAML, or a number or a boolean only in YAML 1.1.
     """
-    hints = _hints(schema) | {'model': {'name': str, **(_hints(arguments) if arguments is not None else {})}}
-    return [(source, typed(layer, hints)) for source, layer in layers]
+    overlay = {'pretrained_cfg_overlay': dict.fromkeys(('file', 'url', 'hf_hub_id', 'tag', 'license'), str)}
+    hints = _hints(schema)
+    hints['model'] = {'name': str, **(_hints(arguments) if arguments is not None else {}), **overlay}
+    if 'distill' in hints:
+        hints['distill'] = {**hints['distill'], 'teacher_args': overlay}
+    found: list[Layer] = []
+    for source, layer in layers:
+        try:
+            found.append((source, typed(layer, hints)))
+        except ValueError as error:
+            raise _SourcedError(f'{source}: {error}') from error
+    return found
 
 
 def last_text(layers: Sequence[Layer], key: str, default: str) -> str:
@@ -51,7 +65,7 @@ def last_text(layers: Sequence[Layer], key: str, default: str) -> str:
         value: Any = layer
         for name in key.split('.'):
             # A section may be an argument of its own.
-            value = typed(value, Any) if isinstance(value, Argument) else value
+            value = typed(value, object) if isinstance(value, Argument) else value
             value = value.get(name) if isinstance(value, Mapping) else None
         found = typed(value, str, key)
         if found is not None:
@@ -81,6 +95,8 @@ def naming_sources(path: str | Path, layers: Sequence[Layer]) -> Iterator[None]:
     """Add to a ValueError the layer of the values that it names, or the file if no layer sets them."""
     try:
         yield
+    except _SourcedError:
+        raise
     except ValueError as error:
         raise ValueError(f'{_source(str(error), layers) or path}: {error}') from error
 

@@ -72,7 +72,8 @@ def typed(value: Any, hint: Any, key: str = '') -> Any:
 
     Args:
         value: From `read_yaml`, or an Argument.
-        hint: A type, or the hints of a section by key. A key without a hint has the type of YAML 1.2's core schema.
+        hint: A type, or the hints of a section by key. A key without a hint has the type of YAML 1.2's core schema, and
+            may not look like a number or a boolean of YAML 1.1, unless it is quoted; `object` allows that.
         key: `section.key`, for errors.
 
     Raises:
@@ -81,9 +82,9 @@ def typed(value: Any, hint: Any, key: str = '') -> Any:
     if isinstance(value, Argument):
         value = _read_argument(value, hint, key)
     if isinstance(value, Mapping):
-        hints = hint if isinstance(hint, Mapping) else {}
+        hints, other = (hint, Any) if isinstance(hint, Mapping) else ({}, object if hint is object else Any)
         return {
-            str(name): typed(each, hints.get(name, Any), f'{key}.{name}' if key else str(name))
+            str(name): typed(each, hints.get(name, other), f'{key}.{name}' if key else str(name))
             for name, each in value.items()
         }
     if isinstance(value, list):
@@ -91,6 +92,8 @@ def typed(value: Any, hint: Any, key: str = '') -> Any:
     kinds = _kinds(hint)
     if isinstance(value, Plain):
         value = _read_plain(value, kinds)
+        if isinstance(value, str) and hint is Any:
+            _check_free(value, key)
     if isinstance(value, str) and kinds and str not in kinds:
         _check_old(value, kinds, key)
     return value
@@ -133,6 +136,15 @@ def _check_old(value: str, kinds: set[type], key: str) -> None:
         raise ValueError(f'{key} = {value!r} {why}; write it in base 10, without a leading 0, underscore or colon')
     if bool in kinds and value.lower() in OLD_BOOLEANS:
         raise ValueError(f'{key} = {value!r} is a boolean only in YAML 1.1; write {OLD_BOOLEANS[value.lower()]}')
+
+
+def _check_free(value: str, key: str) -> None:
+    """Raise a ValueError for an unquoted value of unknown type that YAML 1.1 does not take for text."""
+    if type(read := yaml.safe_load(value)) in (int, float, bool) or OLD_NUMBER.fullmatch(value):
+        raise ValueError(
+            f'{key} = {value!r} is {read!r} in YAML 1.1 and text in YAML 1.2; write the number, true or false, or for '
+            f'the text the value in quotes, "{value}"'
+        )
 
 
 def _kinds(hint: Any) -> set[type]:

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,19 @@ def test_numbers_and_booleans_are_those_of_yaml_1_2():
         True,
     )
     # Arguments of any type.
-    config = load('clothing_demo', 'optim.args={eps: 5e-4, a: 1_000, b: no, c: 0o17, d: [010, 1.0]}')
-    assert config.optim.args == {'eps': 5e-4, 'a': '1_000', 'b': 'no', 'c': 15, 'd': ['010', 1.0]}
+    config = load('clothing_demo', 'optim.args={eps: 5e-4, a: "1_000", b: "no", c: 0o17, d: ["010", 1.0], e: y}')
+    assert config.optim.args == {'eps': 5e-4, 'a': '1_000', 'b': 'no', 'c': 15, 'd': ['010', 1.0], 'e': 'y'}
+
+
+@pytest.mark.parametrize(
+    'key', ['model.pretrained_cfg_overlay.file', 'distill.teacher_args.pretrained_cfg_overlay.file']
+)
+def test_the_file_of_weights_keeps_its_name(key):
+    for name in ('1.10', '20240501_1200', 'no'):
+        value: Any = load('clothing_demo', 'distill.teacher=resnet18', f'{key}={name}')
+        for part in key.split('.'):
+            value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+        assert value == name
 
 
 @pytest.mark.parametrize(
@@ -94,6 +106,8 @@ def test_numbers_and_booleans_are_those_of_yaml_1_2():
         ('data.batch_size=08', "data.batch_size = '08' has a leading 0; "),
         ('model.depth=010', "model.depth = '010' is a number only in YAML 1.1, which reads 8; "),
         ('run.compile=no', "run.compile = 'no' is a boolean only in YAML 1.1; write false"),
+        ('optim.args={amsgrad: no}', "optim.args.amsgrad = 'no' is False in YAML 1.1 and text in YAML 1.2; "),
+        ('optim.args={betas: [0.9, 1_0]}', "optim.args.betas = '1_0' is 10 in YAML 1.1 and text in YAML 1.2; "),
         ('optim.args={eps: 1, eps: 2}', 'found duplicate key eps'),
     ],
 )
