@@ -59,7 +59,7 @@ BLOCK = re.compile(r'^```(\w*)\n(.*?)^```', re.DOTALL | re.MULTILINE)
 HAS_ONNX = all(importlib.util.find_spec(name) is not None for name in ('onnxruntime', 'onnxscript'))
 # By document: what stands there, and what runs in its place, offline and within seconds.
 SMALLER = {
-    'README.md': {"'aft_local_pixel', depth=2, dim=64": "'aft_local_pixel', depth=2, dim=64, img_size=(8, 8)"},
+    'README.md': {"create_model('aft_conv_tiny')": "create_model('aft_conv_tiny', depth=1)"},
     'guide/export.md': {
         "create_model('aft_conv_tiny').eval()": "create_model('aft_conv_tiny', depth=1).eval()",
         "create_model('aft_conv_tiny', exportable=True)": "create_model('aft_conv_tiny', exportable=True, depth=1)",
