@@ -66,6 +66,7 @@ class Stream(IterableDataset, ABC):
         self.share, self.used = Share(), images
         # The loading processes see it, which live longer than an epoch.
         self._epoch = SharedCount()
+        self._reads_all = SharedCount()
         self._skipped = multiprocessing.Value('q', 0)
 
     @abstractmethod
@@ -154,6 +155,15 @@ class Stream(IterableDataset, ABC):
     def skip_corrupt(self) -> None:
         """Leave out images that cannot be decoded and what cannot be read of a shard; name each once."""
         self._named = new_flags(MOST_NAMED)
+
+    @property
+    def reads_all(self) -> bool:
+        """Return whether the next pass reads the share of every process."""
+        return bool(self._reads_all.value)
+
+    @reads_all.setter
+    def reads_all(self, value: bool) -> None:
+        self._reads_all.value = int(value)
 
     @property
     def skipped(self) -> int:
@@ -365,6 +375,7 @@ class StreamLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         stream, made = self.stream, 0
+        stream.reads_all = False
         while True:
             before, found = made, 0
             stream.forget_skipped()
@@ -379,10 +390,14 @@ class StreamLoader(DataLoader):
                 made += 1
                 if stream.is_training and made == len(self):
                     return
-            self._compare(found)
+            if not stream.reads_all:
+                self._compare(found)
             if not stream.is_training:
                 return
-            if made == before:
+            if made == before and stream.share.world_size > 1 and not stream.reads_all:
+                # All shards of this process are missing.
+                stream.reads_all = True
+            elif made == before:
                 raise CorruptImageError(f'expected a batch of images that can be read in {stream.place}, got {found}')
 
     def _look_further(self, batches: Iterator[Any], found: int) -> None:

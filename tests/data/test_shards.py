@@ -156,6 +156,16 @@ def test_damage_is_an_error_that_names_the_shard_or_is_skipped_and_counted(tmp_p
     assert len(caplog.messages) == 1
 
 
+@pytest.mark.parametrize('workers', [0, 1])
+def test_a_process_whose_shard_is_missing_reads_those_of_others(tmp_path, workers):
+    source = replace(write_shards(tmp_path, [numbered(0, 4), numbered(4, 4)]), on_corrupt_image='skip')
+    damage(source, 'missing')
+    for rank in range(2):
+        for epoch in train(source, 4, epochs=2, share=Share(rank, 2), num_workers=workers):
+            assert len(epoch) == 4
+            assert set(epoch) <= {4, 5, 6, 7}
+
+
 def test_a_training_split_that_cannot_be_read_at_all_is_an_error(tmp_path):
     source = write_shards(tmp_path, [numbered(0, 4)])
     (tmp_path / 'train-0.tar').unlink()
