@@ -7,7 +7,7 @@ from typing import Any
 from datasets import Dataset
 
 from aft_vision.fastformer.data.files import Record, read_delimited
-from aft_vision.fastformer.data.table import collect
+from aft_vision.fastformer.data.table import collect, mark_nan
 
 NEWS_COLUMNS = (
     *('news_id', 'category', 'subcategory', 'title', 'abstract', 'url', 'title_entities', 'abstract_entities'),
@@ -42,7 +42,8 @@ def read_mind_topic(
     if docs is not None:
         rows = read_delimited(docs, '\t', DOCS_COLUMNS, quoted=False)
         bodies = {row.values['news_id']: row.values['body'] for row in rows}
-    return collect(_choose_text(read_news_rows(news), bodies, text), ['text'], 'category', **options)
+    rows = mark_nan(read_news_rows(news), 'category')
+    return collect(_choose_text(rows, bodies, text), ['text'], 'category', **options)
 
 
 def read_ag_news(path: str | Path, **options: Any) -> Dataset:
@@ -61,6 +62,7 @@ def read_ag_news(path: str | Path, **options: Any) -> Dataset:
     if listed.is_file():
         names = tuple(filter(None, map(str.strip, listed.read_text(encoding='utf-8').splitlines())))
     records = read_delimited(path, columns=('class', 'title', 'description'))
+    records = mark_nan(records, 'class')
     return collect(records, ['title', 'description'], 'class', dict(enumerate(names, 1)), **options)
 
 

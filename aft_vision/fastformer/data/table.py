@@ -5,7 +5,7 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,8 @@ from aft_vision.fastformer.data.files import (
     read_parquet,
 )
 
-TABLES = ('.csv', '.tsv', '.json', '.jsonl', '.ndjson', '.parquet')
+DELIMITED = ('.csv', '.tsv')
+TABLES = (*DELIMITED, '.json', '.jsonl', '.ndjson', '.parquet')
 # Names of the classes in order, or a name for each value of the label column.
 LabelNames = Sequence[str] | Mapping[Any, str]
 WHOLE_NUMBER = re.compile(r'(-?[0-9]+)\.0+')
@@ -44,7 +45,8 @@ def read_table(
         path: The suffix determines the format: .csv, .tsv, .json, .jsonl, .ndjson or .parquet; all except the last may
             be compressed as .gz, .xz, .bz2 or .zip. CSV and TSV start with the column names.
         text: The column of the text, or several, joined by a space.
-        label: The column of the class: words or numbers.
+        label: The column of the class: words or numbers. In a CSV or TSV, whose missing numbers are texts, a label that
+            reads `nan` is missing, unless a name means it.
         label_names: The classes in their order, or the name for each value; None for the values found, in order.
         quoted: Whether fields of a CSV or TSV may be quoted; None means yes for CSV and no for TSV.
         options: `sample`, `seed` and `drop_incomplete`, as `collect` takes them.
@@ -53,7 +55,10 @@ def read_table(
         ValueError: the file is damaged, has another layout, or a label is none of the names; names line and column.
     """
     columns = [text] if isinstance(text, str) else list(text)
-    return collect(read_records(path, [*columns, label], quoted), columns, label, label_names, **options)
+    records = read_records(path, [*columns, label], quoted)
+    if _format_of(Path(path)) in DELIMITED:
+        records = mark_nan(records, label, _name_by_value(label_names) or {})
+    return collect(records, columns, label, label_names, **options)
 
 
 def read_records(path: str | Path, columns: Sequence[str], quoted: bool | None = None) -> Iterator[Record]:
@@ -74,17 +79,28 @@ def read_records(path: str | Path, columns: Sequence[str], quoted: bool | None =
 
 
 def _read_format(path: Path, columns: Sequence[str], quoted: bool | None) -> Iterator[Record]:
-    suffixes = [suffix for suffix in path.suffixes if suffix not in (*OPENERS, '.zip')]
-    kind = suffixes[-1] if suffixes else ''
+    kind = _format_of(path)
     if kind not in TABLES:
         raise ValueError(f'expected a file that ends in {", ".join(TABLES)}, got {path}')
     if kind == '.parquet':
         return read_parquet(path, columns)
-    if kind in ('.csv', '.tsv'):
+    if kind in DELIMITED:
         is_tsv = kind == '.tsv'
         quoted = not is_tsv if quoted is None else quoted
         return read_delimited(path, '\t' if is_tsv else ',', quoted=quoted, needed=columns)
     return read_json(path)
+
+
+def _format_of(path: Path) -> str:
+    suffixes = [suffix for suffix in path.suffixes if suffix not in (*OPENERS, '.zip')]
+    return suffixes[-1] if suffixes else ''
+
+
+def mark_nan(records: Iterable[Record], label: str, names: Collection[str] = ()) -> Iterator[Record]:
+    """Put the number NaN for labels of a CSV or TSV that read so, except those of `names`."""
+    for place, values in records:
+        name = values[label].strip()
+        yield Record(place, {**values, label: math.nan} if name.lower() == 'nan' and name not in names else values)
 
 
 def read_hub(
@@ -160,7 +176,7 @@ def collect(
         sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
         seed: Seed of that draw.
         drop_incomplete: Leave out rows whose label, or text of all columns, is missing, null, NaN or blank; otherwise
-            they are errors, except a blank text. A label that reads `nan` is missing too, unless a name means it.
+            they are errors, except a blank text.
 
     Raises:
         ValueError: a column is missing (with drop_incomplete in every row), a text is not a string, a label is unknown,
@@ -312,9 +328,6 @@ def _labelled_rows(
 ) -> Iterator[tuple[str, str]]:
     for place, values in complete_records(records, [*text, label], drop_incomplete):
         name = as_label(values[label])
-        # A CSV has a missing number as a text.
-        if name and name.lower() == 'nan' and name not in (names or {}):
-            name = ''
         if drop_incomplete and name == '':
             continue
         content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))

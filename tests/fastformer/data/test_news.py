@@ -88,6 +88,15 @@ def test_what_is_not_ag_news_is_named(tmp_path, content, message):
         read_ag_news(tmp_path / 'train.csv')
 
 
+def test_news_whose_class_reads_nan_have_none(tmp_path):
+    (tmp_path / 'news.tsv').write_text('N1\tnan\t\ta\tb\t\t\t\nN2\tsports\t\tc\td\t\t\t\n')
+    (tmp_path / 'train.csv').write_text('nan,a,b\n2,c,d\n')
+    for read, name in ((read_mind_topic, 'news.tsv'), (read_ag_news, 'train.csv')):
+        assert read(tmp_path / name, drop_incomplete=True)['text'][:] == ['c d']
+        with pytest.raises(ValueError, match=r'line 1, .*expected a label, got nan'):
+            read(tmp_path / name)
+
+
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with mind_subset.tar.xz')
 def test_real_news_are_read(tmp_path):
     dataset = read_mind_topic(unpack_data('mind_subset.tar.xz', tmp_path) / 'mind' / 'news.tsv')

@@ -198,14 +198,31 @@ def test_a_row_with_one_of_its_texts_is_complete_in_every_format(tmp_path, name)
 
 @pytest.mark.parametrize('others', [('1.5', '0.0'), ('pos', 'neg')])
 @pytest.mark.parametrize('nan', ['nan', 'NaN', ' nan '])
-def test_a_label_that_reads_nan_is_missing_unless_it_is_named(tmp_path, nan, others):
-    (tmp_path / 'x.csv').write_text(f'text,label\na,{others[0]}\nb,{nan}\nc,{others[1]}\n')
-    dataset = read_table(tmp_path / 'x.csv', drop_incomplete=True)
+@pytest.mark.parametrize(('name', 'delimiter'), [('x.csv', ','), ('x.tsv.gz', '\t')])
+def test_a_label_of_a_csv_that_reads_nan_is_missing_unless_it_is_named(tmp_path, nan, others, name, delimiter):
+    path, rows = tmp_path / name, [('text', 'label'), ('a', others[0]), ('b', nan), ('c', others[1])]
+    pd.DataFrame(rows).to_csv(path, sep=delimiter, index=False, header=False)
+    dataset = read_table(path, drop_incomplete=True)
     assert contents(dataset) == [('a', others[0]), ('c', others[1])]
-    with pytest.raises(ValueError, match=r"line 3, column 'label': expected a label, got '.*'; drop_incomplete"):
-        read_table(tmp_path / 'x.csv')
-    named = read_table(tmp_path / 'x.csv', label_names={nan: 'bread', others[0]: 'x', others[1]: 'y'})
+    with pytest.raises(ValueError, match=r"line 3, column 'label': expected a label, got nan; drop_incomplete"):
+        read_table(path)
+    named = read_table(path, label_names={nan: 'bread', others[0]: 'x', others[1]: 'y'})
     assert contents(named) == [('a', 'x'), ('b', 'bread'), ('c', 'y')]
+
+
+@pytest.mark.parametrize('name', ['x.json', 'x.jsonl', 'x.parquet', 'hub'])
+@pytest.mark.parametrize('drop_incomplete', [False, True])
+def test_a_text_that_reads_nan_is_a_class_where_numbers_are_none(tmp_path, name, drop_incomplete):
+    frame = pd.DataFrame([('a', 'nan'), ('b', 'yue'), ('c', 'nan')], columns=['text', 'label'])
+    if name == 'hub':
+        dataset = from_dataset(Dataset.from_pandas(frame), drop_incomplete=drop_incomplete)
+    else:
+        if name == 'x.parquet':
+            frame.to_parquet(tmp_path / name)
+        else:
+            frame.to_json(tmp_path / name, orient='records', lines=name == 'x.jsonl')
+        dataset = read_table(tmp_path / name, drop_incomplete=drop_incomplete)
+    assert contents(dataset) == [('a', 'nan'), ('b', 'yue'), ('c', 'nan')]
 
 
 def test_a_sample_keeps_the_order_follows_the_seed_and_keeps_the_classes():
