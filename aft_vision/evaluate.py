@@ -188,7 +188,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     is_complete = isinstance(content, dict) and all(isinstance(content.get(k), t) for k, t in CHECKPOINT_KEYS.items())
     if not is_complete:
         found = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
-        raise ForeignFileError(f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}')
+        raise ForeignFileError(
+            f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}; '
+            'python -m tools.transfer_deit converts the weights of a DeiT or ViT'
+        )
     return content
 
 
@@ -262,10 +265,7 @@ def _read_start(
     checkpoint: str | Path,
 ) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None, str | None]:
     """Return the weights of a checkpoint, whether of an AFT model, and their token grid and licence if known."""
-    try:
-        content = read_record(checkpoint)
-    except ForeignFileError as error:
-        raise ValueError(f'{error}; python -m tools.transfer_deit converts the weights of a DeiT or ViT') from error
+    content = read_record(checkpoint)
     # Building the model only to get its class would cost time and random numbers.
     if content and timm.is_model(content['model_name']):
         of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.models import PretrainedCfg
 from timm.utils import random_seed
 from torch import nn
@@ -92,7 +93,7 @@ def build_evaluation(config: Config, checkpoint: str | Path | None, world: World
     with _advising_share():
         loader, class_names = create_eval_loader(
             config.data,
-            preprocessing_of(config),
+            preprocessing_of(config, checkpoint),
             config.data.eval_batch_size or config.check_parts(world.size),
             share=world.share(config.optim.accumulate),
             num_workers=config.data.num_workers,
@@ -167,7 +168,7 @@ def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, An
 
 
 def build_loaders(config: Config, world: World) -> Loaders:
-    """Build the loaders of this process, with the normalisation of the model."""
+    """Build the loaders of this process, with the normalisation of the weights."""
     with _advising_share():
         return create_loaders(
             config.data,
@@ -199,10 +200,19 @@ def described_preprocessing(config: Config) -> dict[str, Any]:
     return {**described, 'mean': tuple(known.mean), 'std': tuple(known.std)}
 
 
-def preprocessing_of(config: Config) -> Preprocessing:
-    """Return the preprocessing of the validation images, with the normalisation of the model."""
-    cfg = timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()
-    overlay = config.model.get('pretrained_cfg_overlay') or {}
-    mean, std = overlay.get('mean', cfg.mean), overlay.get('std', cfg.std)
+def preprocessing_of(config: Config, checkpoint: str | Path | None = None) -> Preprocessing:
+    """Return the preprocessing of the validation images, with the normalisation of the weights.
+
+    Args:
+        checkpoint: The weights; None for those of `run.init_from`, otherwise of the name of the model.
+    """
+    start = checkpoint or config.run.init_from
+    if start is None:
+        cfg: Any = (timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()).to_dict()
+    else:
+        # Building the model takes random numbers, which a run must not depend on.
+        with torch.random.fork_rng(devices=[]):
+            cfg = load_model(start).pretrained_cfg
+    known = {**cfg, **(config.model.get('pretrained_cfg_overlay') or {})}
     size = native_shape(config) or config.data.eval_img_size or config.data.img_size
-    return Preprocessing(size, config.data.crop_pct, mean, std)
+    return Preprocessing(size, config.data.crop_pct, known['mean'], known['std'])

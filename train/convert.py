@@ -228,7 +228,8 @@ def write_copy(stage: Config, distill: DistillConfig, class_names: Sequence[str]
             is to be resumed and began with other weights.
     """
     model = copy_teacher(stage, distill, class_names)
-    preprocessing = described_preprocessing(stage)
+    # The file of run.init_from is the one to write.
+    preprocessing = described_preprocessing(replace(stage, run=replace(stage.run, init_from=None)))
     if stage.run.resume is not None:
         with tempfile.TemporaryDirectory() as place:
             export_model(model, place, class_names, preprocessing)

@@ -156,6 +156,24 @@ def test_fine_tuning_keeps_the_size_and_the_normalisation_of_another_model_of_ti
         assert tuned[key] == getattr(own, key)
 
 
+def test_a_run_keeps_the_normalisation_of_the_checkpoint_that_it_starts_from(few, run_dir, tmp_path):
+    content = torch.load(run_dir / 'best.pth', weights_only=True)
+    own = {'mean': (0.1, 0.2, 0.3), 'std': (0.4, 0.5, 0.6)}
+    torch.save({**content, 'data_config': {**content['data_config'], **own}}, tmp_path / 'start.pth')
+    start = [f'run.init_from={tmp_path / "start.pth"}', f'run.dir={tmp_path / "run"}']
+    main([*ONE_EPOCH, *few, *start])
+    tuned = load_model(tmp_path / 'run')
+    assert {key: tuned.pretrained_cfg[key] for key in own} == own
+    # Also its images, and those of an evaluation without run.init_from.
+    world, config = World(torch.device('cpu')), load_config(ONE_EPOCH[-1], few)
+    loaders = imagenet.build_loaders(load_config(ONE_EPOCH[-1], [*few, *start]), world)
+    _, evaluated = build_evaluation(config, tmp_path / 'run', world)
+    _, other = build_evaluation(config, run_dir, world)
+    wanted, found, different = (next(iter(each))[0] for each in (loaders.validation, evaluated, other))
+    torch.testing.assert_close(found, wanted)
+    assert not torch.allclose(different, wanted)
+
+
 def test_a_start_of_another_model_lists_the_differing_keys_before_a_folder_is_made(few, run_dir, tmp_path):
     other = ['model.depth=2', f'run.init_from={run_dir / "best.pth"}', f'run.dir={tmp_path / "run"}']
     with pytest.raises(ValueError, match=r'best\.pth: .*missing: blocks\.1\.'):
