@@ -506,6 +506,22 @@ def test_test_texts_of_their_own_are_all_tested(pairs, tmp_path):
     assert {name: len(part) for name, part in data.items()} == {'train': 300, 'validation': 100, 'test': 400}
 
 
+def test_test_texts_that_are_training_texts_too_are_counted(tmp_path, caplog):
+    for name, numbers in (('train', range(20)), ('test', range(17, 24)), ('other', range(30, 40))):
+        rows = [{'text': f'text  {number}', 'label': 'ab'[number % 2]} for number in numbers]
+        (tmp_path / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)).replace('  ', ' ' * len(name)))
+    path = tmp_path / 'train.jsonl'
+    splits = text_run(path, tmp_path, f'data.test_path={tmp_path / "test.jsonl"}', 'data.valid_share=0.1').splits
+    shared = sum(
+        f'text {number}' in {' '.join(text.split()) for text in splits['train']['text']} for number in range(17, 20)
+    )
+    assert shared
+    assert f'{shared} of the 7 test texts' in caplog.text
+    caplog.clear()
+    assert text_run(path, tmp_path, f'data.test_path={tmp_path / "other.jsonl"}', 'data.valid_share=0.1').splits
+    assert not caplog.text
+
+
 def test_test_texts_of_other_classes_are_an_error(pairs, tmp_path):
     other = tmp_path / 'other.jsonl'
     other.write_text('{"text": "a", "label": "one"}\n{"text": "b", "label": "two"}\n')

@@ -1,5 +1,6 @@
 """Text classification (Fastformer Table 4)."""
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, TextData, name_keys
 from train.fastformer.trainer import TextTrainer
 from train.schema import require
+
+_logger = logging.getLogger(__name__)
 
 # The kinds of data that these keys are for.
 KINDS_OF_KEY = {
@@ -154,6 +157,9 @@ def classification_metrics(prediction: EvalPrediction) -> dict[str, float]:
 def read_splits(data: ClassificationData) -> DatasetDict:
     """Read the parts `train`, `validation` and `test`, with columns `text` and `label`.
 
+    A part that comes with the data set, or has a file of its own, stays whole: its texts that are also in training are
+    counted and logged.
+
     Raises:
         ValueError: a file is missing, damaged or of another layout, or has too few texts to divide; a
             validation or test part that comes with the data set, or has a file of its own, has a class that the
@@ -169,7 +175,16 @@ def read_splits(data: ClassificationData) -> DatasetDict:
             raise ValueError(f'{data.path}: {error}; see {_name_division(data, shares)}') from error
     for part, (path, options) in own.items():
         parts[part] = _with_classes(read_texts(data, path, **options), train, part)
+        _report_shared(parts, part)
     return parts
+
+
+def _report_shared(parts: DatasetDict, part: str) -> None:
+    """Log how many texts of a part are also in training, spaces apart."""
+    train = {' '.join(text.split()) for text in parts['train']['text']}
+    shared = sum(' '.join(text.split()) in train for text in parts[part]['text'])
+    if shared:
+        _logger.warning('%d of the %d %s texts are training texts too', shared, parts[part].num_rows, part)
 
 
 def _with_classes(dataset: Dataset, train: Dataset, part: str) -> Dataset:
