@@ -70,7 +70,11 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ('one_epoch', 'run.device=tpu9', "got 'tpu9'"),
         ('one_epoch', '--epochs 3', 'unrecognized arguments: --epochs 3'),
         ('one_epoch', '--eval', 'expected weights to evaluate'),
-        ('one_epoch', '--eval data.dir=UNDIVIDED', 'got only shoes; data.val_share=0.1 holds out a tenth'),
+        (
+            'one_epoch',
+            '--eval model.pretrained=true data.dir=UNDIVIDED',
+            'got only shoes; data.val_share=0.1 holds out a tenth',
+        ),
         ('pixel', 'data.dir=/nowhere', 'expected CIFAR10 in /nowhere'),
         ('pixel', 'data.dir=TEXT', 'got TEXT'),
         ('pixel', 'model.name=resnet18', "command line: model.name = 'resnet18'"),
