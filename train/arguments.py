@@ -23,9 +23,9 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = sys.argv[1:] if args is None else list(args)
         found, rest = super().parse_known_args(args, namespace)
-        # Of a parser within another one, whose options that one does not know.
-        if any(each.startswith('--') for each in rest):
-            self.error(f'unrecognized arguments: {" ".join(rest)}')
+        # The rest has all overrides too, which are parsed after the options.
+        if options := [each for each in rest if each.startswith('--')]:
+            self.error(f'unrecognized arguments: {" ".join(options)}')
         return found, rest
 
     def error(self, message: str) -> NoReturn:

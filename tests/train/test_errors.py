@@ -68,7 +68,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ('one_epoch', 'run.init_from=WEIGHTS', 'got WEIGHTS with model; python -m tools.transfer_deit converts'),
         ('one_epoch', 'run.resume=/nowhere', 'got /nowhere, which does not exist'),
         ('one_epoch', 'run.device=tpu9', "got 'tpu9'"),
-        ('one_epoch', '--epochs 3', 'unrecognized arguments: --epochs 3'),
+        ('one_epoch', '--epochs 3', 'unrecognized arguments: --epochs;'),
         ('one_epoch', '--eval', 'expected weights to evaluate'),
         (
             'one_epoch',
