@@ -54,7 +54,7 @@ def test_ffcv_files_are_not_written_again(tmp_path):
     [
         (['--max-resolution', '20000'], ValueError, 'max_resolution to be from 1 to 18918, got 20000'),
         (['--num-classes', '7'], SystemExit, '2'),
-        (['--name', 'torch/cifar10', '--skip-corrupt'], ValueError, 'hfds/ can skip corrupt images, got torch'),
+        (['--name', 'torch/cifar10', '--skip-corrupt'], ValueError, 'can skip corrupt images, got torch'),
         (['--name', 'wds/', '--num-classes', '0'], SystemExit, '2'),
     ],
 )
