@@ -177,13 +177,14 @@ def test_a_compiled_model_trains_to_the_same_gradients(name: str, backend: str):
         ('aft_full_tiny', {}),
         ('aft_full_tiny', dict(mixer='local', window_size=5)),
         ('aft_simple_tiny', {}),
+        ('aft_axial_tiny', {}),
         ('aft_axial_tiny hybrid', {}),
     ],
     ids=str,
 )
 def test_a_model_compiled_for_open_sizes_trains_at_several(name: str, kwargs: dict[str, Any]):
     torch._dynamo.reset()
-    model = make(name, depth=GRAPHS[name], **dynamic(name), **kwargs).train()
+    model = make(name, depth=GRAPHS.get(name, 1), **dynamic(name), **kwargs).train()
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager', dynamic=True)
     for size in [(64, 64), (48, 80)]:
         got, want = [], []
