@@ -1,4 +1,4 @@
-"""The same photographs in every format that is read: a folder, a tar file, WebDataset shards, Hugging Face and FFCV.
+"""Accuracy on the same photographs in every format: a folder, a tar file, WebDataset shards, Hugging Face and FFCV.
 
 PYTHONPATH=. python tests/formats.py IMAGENETTE.tar
 PYTHONPATH=. torchrun --nproc-per-node 2 tests/formats.py IMAGENETTE.tar

@@ -28,18 +28,19 @@ UPDATES_PER_REPORT = 10
 REMEDY = 'try a lower optim.lr or optim.clip_grad=1.0'
 
 
-def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
-    """Make one update and return the mean loss of its parts over all processes, or None if parts are missing.
+def train_step(state: TrainState, parts: Iterable[Batch]) -> float:
+    """Make one update and return the mean loss of its parts over all processes.
 
     The terms of `regularize` are part of the update, not of the returned loss, so that runs with and without them are
     comparable. Randomness depends only on `run.seed`, the number of the update and the number of the part.
 
     Args:
         parts: `optim.accumulate` batches of the same size, of inputs and targets: images (B, 3, H, W) or their patches,
-            and class indices (B,), or tokens and targets (B, T). With fewer, at the end of a loader, no weight changes.
+            and class indices (B,), or tokens and targets (B, T).
 
     Raises:
         NonFiniteLossError: the loss or the gradient is not finite, on any process; no weight has changed.
+        ValueError: parts are missing; no weight has changed.
     """
     config, world, optimizer = state.config, state.world, state.optimizer
     count = config.optim.accumulate
@@ -58,7 +59,10 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float | None:
             state.scaler.scale(loss + penalty).backward()
         total += loss.detach()
     if done < count:
-        return None
+        raise ValueError(
+            f'expected {state.progress.updates_per_epoch} updates of {count} batches in an epoch, as the schedule counts '
+            f'them, got {state.progress.updates_of_epoch} and {done} batches of the next one'
+        )
     loss_value = world.mean(total).item()
     if not math.isfinite(loss_value):
         raise NonFiniteLossError(loss_value)
@@ -120,14 +124,14 @@ def train_one_epoch(
 
     Raises:
         NonFiniteLossError: more updates than `run.skip_nonfinite` had a loss that is not finite.
-        ValueError: the loader had no complete update.
+        ValueError: the loader ended before the epoch, or no update had a finite loss.
     """
     reached = state.progress
     state.model.train()
     batches = iter(loader)
-    bar, spent = _progress_bar(state, progress), False
+    bar = _progress_bar(state, progress)
     for _ in bar:
-        if spent := state.is_spent():
+        if state.is_spent():
             break
         # The largest, if layers differ.
         lr = max(group['lr'] for group in state.optimizer.param_groups)
@@ -140,8 +144,6 @@ def train_one_epoch(
             restore_statistics()
             after_update()
             continue
-        if loss is None:
-            break
         reached.epoch_done += 1
         reached.epoch_loss += loss
         reached.epoch_lr = lr
@@ -152,10 +154,7 @@ def train_one_epoch(
                 log.log_step(reached.updates, loss, lr, reached.seconds, state.regularization.entropies)
         after_update()
     if not reached.epoch_done:
-        raise ValueError('expected a loader with a whole batch and a finite loss, got none')
-    # A loader may end early; the next epoch still begins at its own position in the schedule.
-    if not spent:
-        reached.updates = (reached.epoch + 1) * reached.updates_per_epoch
+        raise ValueError('expected an update with a finite loss in the epoch, got none')
     return _epoch_figures(state)
 
 
