@@ -60,8 +60,8 @@ def train_step(state: TrainState, parts: Iterable[Batch]) -> float:
         total += loss.detach()
     if done < count:
         raise ValueError(
-            f'expected {state.progress.updates_per_epoch} updates of {count} batches in an epoch, as the schedule counts '
-            f'them, got {state.progress.updates_of_epoch} and {done} batches of the next one'
+            f'expected {state.progress.updates_per_epoch} updates of {count} batches in an epoch, as the schedule '
+            f'counts them, got {state.progress.updates_of_epoch} and {done} batches of the next one'
         )
     loss_value = world.mean(total).item()
     if not math.isfinite(loss_value):
