@@ -99,6 +99,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for option, formats in owners.items():
         if getattr(args, option) != parser.get_default(option) and args.format not in formats:
             parser.error(f'--{option} belongs to --format {" or ".join(formats)}, got {args.format}')
+    for option in ('threads', 'rounds', 'allow_load'):
+        if getattr(args, option) != parser.get_default(option) and not args.latency:
+            parser.error(f'--{option.replace("_", "-")} belongs to --latency')
     if args.data and not args.int8:
         parser.error('--data belongs to --int8')
     if args.int8 == 'static' and not args.data:

@@ -12,8 +12,10 @@ A run writes into its folder config.yaml (the resolved experiment, which reprodu
 curves.png, result.json, tensorboard/, best.pth and last.pth. run.resume=auto continues an interrupted run or starts a
 new one.
 
---eval only evaluates: it prints the bits per character of run.init_from, or of best.pth in the folder of the run, on
-data.eval_split. With data.eval_stride=N each character is predicted from at least data.context - N characters.
+--eval only evaluates: it prints the name of the weights and the bits per character on data.eval_split. The weights are
+those of run.init_from on the command line, else best.pth in the folder of the run, else run.init_from of a file.
+
+With data.eval_stride=N each character is predicted from at least data.context - N characters.
 """
 
 from collections.abc import Sequence

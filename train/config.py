@@ -63,7 +63,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
         name = last_text(layers, 'model.name', '')
         layers = typed_layers(layers, schema, family_schema(name) if images else decoder_schema())
     takes, is_recipe = (model_takes, is_recipe_of_images) if images else (decoder_takes, is_recipe_of_sequences)
-    layers = drop_foreign_arguments(layers, takes, is_recipe)
+    layers = drop_foreign_arguments(layers, takes, is_recipe, schema().model['name'])
     layers = fill_preprocessing(layers) if images else layers
     keys = all_keys(schema, model_schema() if images else decoder_schema())
     with naming_sources(path, layers):

@@ -44,7 +44,7 @@ from train.checkpoint import BEST, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
-from train.layers import COMMAND_LINE, last_text, read_layers
+from train.layers import typed_text
 from train.model_section import model_schema
 from train.run import check_run_dir, find_run_dir, train_run
 from train.schedule import with_min_updates
@@ -73,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         check_run_dir(run_dir, config)
     with join_world(config) as world:
         if args.eval:
-            typed = [layer for layer in read_layers(args.config, args.overrides) if layer[0] == COMMAND_LINE]
-            start_first = bool(last_text(typed, 'run.init_from', ''))
+            start_first = bool(typed_text(args.config, args.overrides, 'run.init_from'))
             checkpoint = evaluated_checkpoint(config, run_dir, start_first)
             evaluate_weights(config, checkpoint, world, progress=not args.quiet)
             return None

@@ -73,6 +73,11 @@ def last_text(layers: Sequence[Layer], key: str, default: str) -> str:
     return default
 
 
+def typed_text(path: str | Path, overrides: Sequence[str], key: str) -> str:
+    """Return a text that the command line sets, as `section.key`; '' without one."""
+    return last_text([layer for layer in read_layers(path, overrides) if layer[0] == COMMAND_LINE], key, '')
+
+
 def value_at(layers: Sequence[Layer], key: str, level: int, default: Any) -> Any:
     """Return the value of `section.key` in the layers up to a level, or the default."""
     section, _, name = key.partition('.')

@@ -198,7 +198,7 @@ def _known_preprocessing(layers: Sequence[Layer]) -> dict[str, Any]:
 
 
 def drop_foreign_arguments(
-    layers: Sequence[Layer], takes: Callable[[str, str, Any], bool], is_recipe: Callable[[str], bool]
+    layers: Sequence[Layer], takes: Callable[[str, str, Any], bool], is_recipe: Callable[[str], bool], default: str
 ) -> list[Layer]:
     """Drop arguments of the files that are those of another model, and print one line with them.
 
@@ -208,15 +208,16 @@ def drop_foreign_arguments(
     Args:
         takes: Returns whether a model takes an argument with a value, by name.
         is_recipe: Returns whether an argument belongs to the recipe, and not to the architecture that a name means.
+        default: Name of the model where no file names one.
     """
     models = [layer['model'] if isinstance(layer.get('model'), Mapping) else {} for _, layer in layers]
     named = [index for index, model in enumerate(models) if isinstance(model.get('name'), str)]
-    if not named or all(models[index]['name'] == models[named[-1]]['name'] for index in named):
+    of_files = [models[index]['name'] for index in named if layers[index][0] != COMMAND_LINE] or [default]
+    if not named or {*of_files, *(models[index]['name'] for index in named)} == {models[named[-1]]['name']}:
         return list(layers)
     name, kept, dropped, why = models[named[-1]]['name'], list(layers), [], 'has no such argument'
-    of_files = [models[index]['name'] for index in named if layers[index][0] != COMMAND_LINE]
     # The tag of a name says which weights, not which architecture.
-    is_other = len(of_files) < len(named) and bool(of_files) and _architecture(of_files[-1]) != _architecture(name)
+    is_other = layers[named[-1]][0] == COMMAND_LINE and _architecture(of_files[-1]) != _architecture(name)
     if is_other:
         why = f'is another model than {of_files[-1]}; they stay if the command line sets them'
     for index, (source, layer) in enumerate(layers[: named[-1]]):

@@ -11,8 +11,9 @@ A run writes into its folder config.yaml (the resolved experiment, which reprodu
 curves.png, result.json, tensorboard/, best.pth and last.pth, which tools.sample_pixels and tools.complete_images load.
 run.resume=auto continues an interrupted run or starts a new one.
 
---eval only evaluates: it prints the bits per dimension of run.init_from, or of best.pth in the folder of the run, on
-all images of data.eval_split.
+--eval only evaluates: it prints the name of the weights and the bits per dimension on all images of data.eval_split.
+The weights are those of run.init_from on the command line, else best.pth in the folder of the run, else run.init_from
+of a file.
 """
 
 from collections.abc import Sequence

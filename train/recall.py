@@ -12,8 +12,8 @@ A run writes into its folder config.yaml (the resolved experiment, which reprodu
 curves.png, result.json, tensorboard/, best.pth and last.pth. It ends after schedule.max_updates, or once data.goal is
 reached. run.resume=auto continues an interrupted run or starts a new one.
 
---eval only evaluates: it prints the accuracy of run.init_from, or of best.pth in the folder of the run, on
-data.eval_split.
+--eval only evaluates: it prints the name of the weights and the accuracy on data.eval_split. The weights are those of
+run.init_from on the command line, else best.pth in the folder of the run, else run.init_from of a file.
 """
 
 import math

@@ -24,6 +24,7 @@ from train.checkpoint import BEST, describe_samples, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
+from train.layers import typed_text
 from train.mismatch import naming_model_keys, stated_by_file
 from train.model_section import decoder_schema
 from train.objective import Batch, Objective
@@ -227,7 +228,11 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
         if data.note and world.is_primary:
             print(data.note)
         if args.eval:
-            checkpoint = config.run.init_from or run_dir / BEST
+            best = run_dir / BEST
+            start = typed_text(args.config, args.overrides, 'run.init_from')
+            checkpoint = start or (best if best.exists() else config.run.init_from or best)
+            if world.is_primary:
+                print(f'evaluates {checkpoint}')
             evaluate_split(checkpoint, data, config.data.eval_split, progress=not args.quiet)
             return None
         loaders = Loaders(data.train_loader(), data.eval_loader(config.data.eval_split), [])

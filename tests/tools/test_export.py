@@ -121,6 +121,8 @@ def test_a_loaded_machine_is_not_measured(checkpoint, tmp_path, monkeypatch):
         (['--format', 'pt2', '--int8', 'dynamic'], '--int8 belongs to --format onnx, got pt2'),
         (['--format', 'onnx', '--int8', 'static'], '--int8 static needs --data'),
         (['--format', 'onnx', '--data', '.'], '--data belongs to --int8'),
+        (['--format', 'onnx', '--rounds', '3'], '--rounds belongs to --latency'),
+        (['--format', 'hf', '--allow-load'], '--allow-load belongs to --latency'),
         (['--format', 'openvino', '--form', 'conv'], '--form belongs to --format onnx or pt2, got openvino'),
         (['--format', 'onnx', '--timmx-arg', 'fp16=False'], '--timmx-arg belongs to a format of timmx, got onnx'),
         (['--format', 'onnx', '--model-arg', 'depth=2'], '--model-arg and --pretrained belong to --model'),

@@ -440,6 +440,14 @@ def test_another_name_on_the_command_line_is_the_model_of_that_name(tmp_path, ca
         load_config(file, ['model.name=resnet10t', 'model.num_heads=3'])
 
 
+def test_a_file_without_a_name_is_about_the_default_model(tmp_path, capsys):
+    file = tmp_path / 'file.yaml'
+    file.write_text('model: {depth: 4}\n')
+    assert load_config(file, ['model.name=aft_conv_tiny']).model == {'name': 'aft_conv_tiny', 'depth': 4}
+    assert load_config(file, ['model.name=aft_conv_small']).model == {'name': 'aft_conv_small'}
+    assert f'model.depth of {file} left out: aft_conv_small is another model' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_conv_nano.imagenette'])
 def test_the_same_name_on_the_command_line_keeps_the_arguments_of_the_file(tmp_path, capsys, name):
     file = tmp_path / 'file.yaml'

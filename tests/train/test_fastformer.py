@@ -642,6 +642,18 @@ def test_the_resolved_file_gives_the_same_experiment(tmp_path):
     assert load_text_config(tmp_path / 'resolved.yaml', []) == config
 
 
+def test_a_preset_of_the_command_line_replaces_what_a_file_states(tmp_path, capsys):
+    file = tmp_path / 'file.yaml'
+    file.write_text(f'base: {SMOKE}\nmodel: {{hidden_size: 24, num_attention_heads: 3}}\n')
+    more = ['data.text_columns=[title,text]']
+    config = text_model_config(load_text_config(file, ['model.preset=imdb', *more]).model, 100, vocab_size=7)
+    preset = text_model_config({'preset': 'imdb'}, 100, vocab_size=7)
+    assert (config.hidden_size, config.num_attention_heads) == (preset.hidden_size, preset.num_attention_heads)
+    assert f'model.num_attention_heads of {file} left out: model.preset=imdb states them' in capsys.readouterr().err
+    typed = load_text_config(file, ['model.preset=imdb', 'model.hidden_size=32', *more]).model
+    assert text_model_config(typed, 100, vocab_size=7).hidden_size == 32
+
+
 def test_a_key_of_the_model_section_overrides_its_preset():
     config = text_model_config({'preset': 'mind_topic', 'block_size': 4}, 100, vocab_size=7)
     assert isinstance(config, FastformerConfig)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from transformers.training_args import OptimizerNames
 
+from aft_vision.commandline import say
+from aft_vision.fastformer import PRESETS
 from train.config import all_keys, build_config
 from train.fastformer.classification import ClassificationRun
 from train.fastformer.conversion import ConversionRun
@@ -13,7 +15,7 @@ from train.fastformer.recommendation import RecommendationRun
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.summarization import SummarizationRun
-from train.layers import last_text, naming_sources, read_layers, typed_layers
+from train.layers import COMMAND_LINE, Layer, last_text, naming_sources, read_layers, typed_layers
 from train.suggest import unknown
 
 TASKS: dict[str, type[TextRun]] = {
@@ -39,5 +41,27 @@ def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextCon
         schema = TASKS[task].schema
         arguments = schema.model_schema()
         keys, layers = all_keys(schema, arguments), typed_layers(layers, schema, arguments)
+        layers = drop_for_preset(layers)
         built = build_config(layers, schema, optimizers, keys)
         return dataclasses.replace(built, model=built.check_model(keys))
+
+
+def drop_for_preset(layers: Sequence[Layer]) -> list[Layer]:
+    """Drop arguments of the files that a preset of the command line states, and print one line with them."""
+    typed = [layer for source, layer in layers if source == COMMAND_LINE]
+    preset = next(
+        (model['preset'] for layer in reversed(typed) if 'preset' in (model := layer.get('model') or {})), None
+    )
+    if preset not in PRESETS:
+        return list(layers)
+    kept, dropped = [], []
+    for source, layer in layers:
+        model = layer.get('model') or {}
+        foreign = [] if source == COMMAND_LINE else [key for key in PRESETS[preset].model if key in model]
+        if foreign:
+            layer = {**layer, 'model': {key: value for key, value in model.items() if key not in foreign}}
+            dropped.append(f'{", ".join(f"model.{key}" for key in foreign)} of {source}')
+        kept.append((source, layer))
+    if dropped:
+        say(f'note: {" and ".join(dropped)} left out: model.preset={preset} states them')
+    return kept
