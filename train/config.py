@@ -63,7 +63,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
         name = last_text(layers, 'model.name', '')
         layers = typed_layers(layers, schema, family_schema(name) if images else decoder_schema())
     takes, is_recipe = (model_takes, is_recipe_of_images) if images else (decoder_takes, is_recipe_of_sequences)
-    layers = drop_foreign_arguments(layers, takes, is_recipe, schema().model['name'])
+    layers = drop_foreign_arguments(layers, takes, is_recipe, default_model_name(schema))
     layers = fill_preprocessing(layers) if images else layers
     keys = all_keys(schema, model_schema() if images else decoder_schema())
     with naming_sources(path, layers):
@@ -72,6 +72,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
         if images:
             native_shape(built)
         return built
+
+
+def default_model_name(schema: type[Experiment]) -> str:
+    """Return the name of the model that a file without `model.name` is about; the schema itself may demand more."""
+    defaults: Any = {each.name: each.default_factory for each in dataclasses.fields(schema)}
+    return str(defaults['model']()['name'])
 
 
 def list_optimizers() -> list[str]:
