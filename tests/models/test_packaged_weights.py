@@ -57,6 +57,12 @@ def test_packaged_weights_are_whole_and_in_float16_and_load(path):
     assert path.stem in path.with_suffix('.md').read_text()
 
 
+def test_the_published_run_of_packaged_weights_links_to_them():
+    weights = [*(PACKAGED.parents[1] / 'docs/results/data/imagenette').glob('*/model.safetensors')]
+    assert {path.resolve() for path in weights if path.is_symlink()} == set(FILES)
+    assert not {path.read_bytes() for path in weights if not path.is_symlink()} & {path.read_bytes() for path in FILES}
+
+
 @pytest.mark.parametrize('name', NANO)
 def test_a_file_of_float16_gives_a_model_in_float32_with_its_classes(name, file):
     model, weights = create(name, file[name]), load_file(file[name])
