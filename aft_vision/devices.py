@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from aft_vision.ops.common.errors import first_line
+from aft_vision.errors import first_line
 
 
 def resolve_device(name: str) -> torch.device:

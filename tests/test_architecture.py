@@ -55,17 +55,18 @@ RULES = {  # the longest matching prefix decides
     'aft_vision': Rule(('aft_vision.models',)),
     'aft_vision.__main__': Rule(()),
     'aft_vision.commandline': Rule(()),
-    'aft_vision.ops': Rule(('aft_vision.ops',), lazily=('triton',)),
+    'aft_vision.errors': Rule(()),
+    'aft_vision.ops': Rule(('aft_vision.ops', 'aft_vision.errors'), lazily=('triton',)),
     'aft_vision.ops.reference': Rule(('einops',)),
-    **dict.fromkeys(TRITON_MODULES, Rule(('aft_vision.ops', 'triton'))),
+    **dict.fromkeys(TRITON_MODULES, Rule(('aft_vision.ops', 'aft_vision.errors', 'triton'))),
     'aft_vision.layers': Rule(('aft_vision.layers', 'aft_vision.ops', 'timm.layers')),
     'aft_vision.models': Rule(
-        (*(f'aft_vision.{name}' for name in ('models', 'layers', 'ops', 'files', 'modes')), 'timm')
+        (*(f'aft_vision.{name}' for name in ('models', 'layers', 'ops', 'errors', 'files', 'modes')), 'timm')
     ),
     'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
     'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv', 'numba')),
     'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.inline', 'aft_vision.modes', 'einops', *TEXT)),
-    'aft_vision.devices': Rule(('aft_vision.ops.common.errors',)),
+    'aft_vision.devices': Rule(('aft_vision.errors',)),
     'aft_vision.evaluate': Rule(
         (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('devices', 'files', 'modes', 'sizes', 'timing')))
     ),

@@ -78,8 +78,9 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.commandline import run_command
+from aft_vision.errors import first_line
 from aft_vision.files import write_json
-from aft_vision.ops.common.errors import AcceleratorError, first_line
+from aft_vision.ops.common.errors import AcceleratorError
 from tools.processes import interrupted_by_sigterm
 
 FLOAT64, FURTHER_SHAPES = 'float64', 'further shapes'

@@ -10,8 +10,8 @@ import timm.optim
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from aft_vision.errors import first_line
 from aft_vision.files import replacing
-from aft_vision.ops.common.errors import first_line
 from train.layers import Layer, last_text, merge_checked, naming_sources, read_layers, typed_layers
 from train.model_section import (
     check_decoder,

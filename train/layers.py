@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from aft_vision.ops.common.errors import first_line
+from aft_vision.errors import first_line
 from train.suggest import unknown_key
 from train.values import Argument, read_yaml, typed
 

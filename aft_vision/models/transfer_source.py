@@ -14,10 +14,10 @@ from timm.layers import to_2tuple
 from timm.models import beit, vision_transformer, vision_transformer_relpos
 from torch import Tensor, nn
 
+from aft_vision.errors import first_line, shorten
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.models.deit_transfer import unwrap_state_dict
 from aft_vision.models.weight_files import check_checksum, load_torch_file
-from aft_vision.ops.common.errors import first_line, shorten
 
 WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
 # File names of weights on the hub.

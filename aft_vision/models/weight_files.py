@@ -9,8 +9,8 @@ from typing import IO, Any
 
 import torch
 
+from aft_vision.errors import first_line
 from aft_vision.files import replacing
-from aft_vision.ops.common.errors import first_line
 
 # Bytes per read.
 CHUNK = 2**22

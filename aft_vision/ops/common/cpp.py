@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from aft_vision.errors import first_line
 from aft_vision.ops.common.build import build_library
-from aft_vision.ops.common.errors import first_line
 from aft_vision.ops.common.inputs import Inputs, empty_denominator, empty_output
 from aft_vision.ops.common.numerics import UNDERFLOW, product_dtype
 

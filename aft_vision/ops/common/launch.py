@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from aft_vision.errors import first_line
 from aft_vision.ops.common.capture import is_capturing
-from aft_vision.ops.common.errors import first_line
 from aft_vision.ops.common.numerics import UNDERFLOW, without_autocast
 
 _logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
+from aft_vision.errors import first_line
 from aft_vision.ops.common import verify
-from aft_vision.ops.common.errors import first_line
 from aft_vision.ops.common.tuner import Tuner
 
 # KiB of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide).

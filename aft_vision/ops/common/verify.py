@@ -21,9 +21,10 @@ import torch
 import triton
 from torch import Tensor
 
+from aft_vision.errors import first_line
 from aft_vision.ops.common import launch
 from aft_vision.ops.common.capture import is_capturing
-from aft_vision.ops.common.errors import AcceleratorError, first_line
+from aft_vision.ops.common.errors import AcceleratorError
 from aft_vision.ops.common.inputs import AxialInputs, ConvInputs, FullInputs, LocalInputs, OnehotInputs, Qkv
 from aft_vision.ops.common.locks import locked
 from aft_vision.ops.common.tuner import Tuner
