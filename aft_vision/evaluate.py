@@ -1,14 +1,10 @@
-"""Accuracy of a classifier on a loader, and loading of checkpoints."""
+"""Accuracy of a classifier on a loader."""
 
-import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
@@ -16,25 +12,10 @@ from tqdm import tqdm
 
 from aft_vision.data.native import Inputs, move
 from aft_vision.devices import synchronize
-from aft_vision.files import find_checkpoint
-from aft_vision.layers import aft_mixers
-from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
-from aft_vision.models.decoders import DECODERS
-from aft_vision.models.deit_transfer import deit_to_aft
-from aft_vision.models.state_dict import StateDictError, check_state_dict
-from aft_vision.models.transfer_report import describe_transfer
-from aft_vision.models.transfer_source import build_model, find_stated_grid, load_folder, set_license
-from aft_vision.models.weight_files import load_torch_file
+
+# Its place before models/checkpoint.py, which users import from.
+from aft_vision.models.checkpoint import load_model as load_model
 from aft_vision.modes import in_evaluation
-from aft_vision.sizes import record_size
-
-_logger = logging.getLogger(__name__)
-
-CHECKPOINT_KEYS = {'model_name': str, 'model_kwargs': dict, 'state_dict': dict}
-
-
-class ForeignFileError(ValueError):
-    """An error of a file of torch that is no checkpoint of this package."""
 
 
 def evaluate(
@@ -127,154 +108,6 @@ class _Meter:
         if not samples:
             raise ValueError('expected a loader with at least one sample, got an empty one')
         return {**metrics, 'images_per_second': _throughput(self.timings), 'samples': int(samples)}
-
-
-def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwargs: Any) -> nn.Module:
-    """Rebuild the trained model of a checkpoint.
-
-    Args:
-        checkpoint: A file of the trainer (`last.pth`, `best.pth`), the folder of a run, for its `best.pth`, a
-            directory exported with `timm.models.save_for_hf`, or the name of a model of timm with weights.
-        kwargs: Arguments of the model instead of those that it was trained with, such as resample_bias=True.
-
-    Returns:
-        The model in eval mode.
-
-    Raises:
-        ValueError: the path does not exist, is not a checkpoint, is damaged, or has weights that do not match its
-            model.
-        ConnectionError: published weights cannot be downloaded; those inside the package need no network.
-    """
-    if not Path(checkpoint).exists() and timm.models.is_model_pretrained(str(checkpoint)):
-        return build_model(str(checkpoint), pretrained=True, **kwargs).to(device).eval()
-    checkpoint = find_checkpoint(checkpoint)
-    if checkpoint.is_dir():
-        return load_folder(checkpoint, **kwargs).to(device).eval()
-    content = read_checkpoint(checkpoint)
-    if content['model_name'] in DECODERS:
-        raise ValueError(
-            f'expected an image classifier, got {checkpoint} with {content["model_name"]}, a pixel or character model'
-        )
-    try:
-        model = build_model(content['model_name'], **{**content['model_kwargs'], **kwargs})
-    except ValueError as error:
-        raise ValueError(f'{checkpoint}: {error}') from error
-    load_matching_state_dict(model, content['state_dict'], source=str(checkpoint))
-    # The preprocessing and the class names, as in an export.
-    cfg: Any = model.pretrained_cfg
-    data_config = content.get('data_config') or {}
-    cfg.update(data_config)
-    if 'input_size' in data_config and 'img_size' not in kwargs:
-        record_size(model, data_config['input_size'][-2:])
-    if content.get('class_names'):
-        cfg['label_names'] = content['class_names']
-    set_license(model, content.get('license'))
-    return model.to(device).eval()
-
-
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a trainer's checkpoint onto the CPU without executing code from it.
-
-    Raises:
-        ValueError: the file does not exist, is damaged, or is not a checkpoint.
-    """
-    path = find_checkpoint(path)
-    if not path.is_file():
-        raise ValueError(
-            f'expected a checkpoint file, an exported directory or a model with weights, got {path}, which does '
-            'not exist'
-        )
-    content = load_torch_file(path)
-    is_complete = isinstance(content, dict) and all(isinstance(content.get(k), t) for k, t in CHECKPOINT_KEYS.items())
-    if not is_complete:
-        found = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
-        raise ForeignFileError(
-            f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}; '
-            'python -m tools.transfer_deit converts the weights of a DeiT or ViT'
-        )
-    return content
-
-
-def read_record(checkpoint: str | Path) -> dict[str, Any]:
-    """Read a trainer's checkpoint; return {} for an exported folder or a name in timm, which have none.
-
-    Raises:
-        ValueError: the file is damaged or not a checkpoint.
-    """
-    return read_checkpoint(checkpoint) if find_checkpoint(checkpoint).is_file() else {}
-
-
-def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:
-    """Load weights that must match exactly.
-
-    Raises:
-        ValueError: names or shapes differ; the message lists the first differing keys of each kind.
-    """
-    try:
-        check_state_dict(model, state_dict)
-    except StateDictError as error:
-        raise ValueError(f'{source}: {error}') from error
-    model.load_state_dict(state_dict)
-
-
-def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool = False, transfer: bool = True) -> None:
-    """Initialise a model from a checkpoint, and resample parameters that depend on the image size.
-
-    The licence of the checkpoint's weights becomes that of the model.
-
-    Args:
-        checkpoint: As in `load_model`, for a model of the same architecture. An AFT model also takes a DeiT or ViT of
-            the same width and depth, whose weights are transferred (AFT Table 8). The name of the checkpoint's model
-            decides.
-        reset_head: Keep the model's own classifier.
-        transfer: False accepts only the same architecture.
-
-    Raises:
-        ValueError: as `load_model`, or the checkpoint has another number of classes and the head is not reset.
-    """
-    state_dict, of_aft, grid, license = _read_start(checkpoint)
-    cfg: Any = model.pretrained_cfg
-    classifiers = (cfg['classifier'],) if isinstance(cfg['classifier'], str) else cfg['classifier']
-    own = model.state_dict()
-    heads = {key: own[key] for name in classifiers for key in (f'{name}.weight', f'{name}.bias') if key in own}
-    # Before the filter, because a transfer keeps the model's own head if the numbers of classes differ.
-    for key, head in heads.items():
-        if not reset_head and key in state_dict and state_dict[key].shape[0] != head.shape[0]:
-            raise ValueError(
-                f'expected a checkpoint with {head.shape[0]} classes, as the data set has, got {checkpoint} with '
-                f'{state_dict[key].shape[0]}; run.reset_head=true starts with a new classifier'
-            )
-    is_aft = bool(aft_mixers(model))
-    filter_function = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
-    try:
-        if is_aft and transfer and not of_aft:
-            state_dict, report = deit_to_aft(state_dict, model, grid=grid)
-            _logger.warning(describe_transfer(report, model))
-        # The filter of an AFT model treats other keys as those of a ViT.
-        elif isinstance(model, AFTVisionTransformer) and state_dict.keys() == own.keys():
-            state_dict = checkpoint_filter_fn(state_dict, model, grid)
-        elif filter_function is not None and not is_aft:
-            state_dict = filter_function(state_dict, model)
-    except StateDictError as error:
-        raise ValueError(f'{checkpoint}: {error}') from error
-    load_matching_state_dict(model, {**state_dict, **(heads if reset_head else {})}, source=str(checkpoint))
-    set_license(model, license)
-
-
-def _read_start(
-    checkpoint: str | Path,
-) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None, str | None]:
-    """Return the weights of a checkpoint, whether of an AFT model, and their token grid and licence if known."""
-    content = read_record(checkpoint)
-    # Building the model only to get its class would cost time and random numbers.
-    if content and timm.is_model(content['model_name']):
-        of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')
-        grid = find_stated_grid(content['state_dict'], content['model_kwargs'])
-        return content['state_dict'], of_aft, grid, content.get('license')
-    source = load_model(checkpoint)
-    grid = getattr(getattr(source, 'patch_embed', None), 'grid_size', None)
-    cfg: Any = source.pretrained_cfg
-    return source.state_dict(), bool(aft_mixers(source)), grid, cfg.get('license')
 
 
 def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> None:

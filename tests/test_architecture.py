@@ -61,7 +61,7 @@ RULES = {  # the longest matching prefix decides
     **dict.fromkeys(TRITON_MODULES, Rule(('aft_vision.ops', 'aft_vision.errors', 'triton'))),
     'aft_vision.layers': Rule(('aft_vision.layers', 'aft_vision.ops', 'timm.layers')),
     'aft_vision.models': Rule(
-        (*(f'aft_vision.{name}' for name in ('models', 'layers', 'ops', 'errors', 'files', 'modes')), 'timm')
+        (*(f'aft_vision.{name}' for name in ('models', 'layers', 'ops', 'errors', 'files', 'modes', 'sizes')), 'timm')
     ),
     'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
     'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv', 'numba')),

@@ -27,7 +27,6 @@ from torch import nn
 from torch.distributed.run import get_args_parser
 from torch.nn import functional as F
 
-from aft_vision.evaluate import load_model
 from aft_vision.export.hub import export_hub_folder, export_model
 from aft_vision.fastformer import (
     ENCODERS,
@@ -36,6 +35,7 @@ from aft_vision.fastformer import (
     FastformerForSequenceClassification,
 )
 from aft_vision.fastformer.tokenize import train_tokenizer
+from aft_vision.models.checkpoint import load_model
 from train.arguments import parse_args
 from train.char import CharConfig
 from train.config import load_config

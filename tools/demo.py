@@ -41,8 +41,8 @@ import torch
 from PIL import Image
 
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import load_model
 from aft_vision.layers import aft_mixers
+from aft_vision.models.checkpoint import load_model
 from aft_vision.sizes import default_size, resize_model
 from aft_vision.timing import time_rounds
 from aft_vision.visualize import (

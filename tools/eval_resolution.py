@@ -103,8 +103,9 @@ from torch import nn
 from aft_vision.commandline import run_command
 from aft_vision.data import NativeShape
 from aft_vision.devices import peak_memory_mb, reset_peak_memory, resolve_device
-from aft_vision.evaluate import evaluate_all, load_model, read_record
+from aft_vision.evaluate import evaluate_all
 from aft_vision.files import write_json
+from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import (
     AveragedPrediction,
     check_size,

@@ -120,7 +120,6 @@ if __name__ == '__main__':
 
 import aft_vision  # noqa: F401
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import load_model, read_record
 from aft_vision.export import (
     Shape,
     choose_shape,
@@ -133,6 +132,7 @@ from aft_vision.export import (
     quantize_onnx,
 )
 from aft_vision.files import replacing, write_json
+from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.models.transfer_source import build_model
 from aft_vision.visualize import find_photographs, load_image
 from tools.machine import check_load, describe_machine

@@ -53,10 +53,11 @@ from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
-from aft_vision.evaluate import evaluate_all, load_model
+from aft_vision.evaluate import evaluate_all
 from aft_vision.export import export_model
 from aft_vision.files import write_json
 from aft_vision.layers import AFTOnehot
+from aft_vision.models.checkpoint import load_model
 from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
 from aft_vision.models.transfer_source import set_license
 from aft_vision.sizes import check_image_size, default_size

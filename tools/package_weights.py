@@ -6,8 +6,8 @@ from typing import Any
 import timm
 import torch
 
-from aft_vision.evaluate import load_model
 from aft_vision.files import replacing
+from aft_vision.models.checkpoint import load_model
 from aft_vision.models.weight_files import PACKAGED
 from aft_vision.visualize import class_names
 from tools.imagenette_page import describe_training

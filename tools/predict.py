@@ -46,7 +46,7 @@ import torch
 from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.devices import resolve_device
-from aft_vision.evaluate import load_model
+from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import build_model, did_you_mean
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import find_photographs, load_image, predictions

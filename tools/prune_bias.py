@@ -67,9 +67,10 @@ from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
-from aft_vision.evaluate import evaluate_all, load_model
+from aft_vision.evaluate import evaluate_all
 from aft_vision.export import export_model
 from aft_vision.files import write_json
+from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import set_license
 from aft_vision.regularizers import (
     conv_mixers,

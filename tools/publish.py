@@ -68,9 +68,10 @@ from torch import nn
 from aft_vision.commandline import run_command
 from aft_vision.data import Preprocessing, Source, create_eval_loader
 from aft_vision.devices import resolve_device
-from aft_vision.evaluate import check_classes, evaluate_all, load_model, read_checkpoint
+from aft_vision.evaluate import check_classes, evaluate_all
 from aft_vision.export import export_model
 from aft_vision.files import LAST
+from aft_vision.models.checkpoint import load_model, read_checkpoint
 from aft_vision.visualize import read_history
 from tools import ablation_page, imagenette_page
 from tools.machine import describe_processor, read_commit

@@ -60,8 +60,8 @@ from tqdm import tqdm
 from aft_vision import __version__
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
-from aft_vision.evaluate import load_model, read_record
 from aft_vision.files import find_checkpoint
+from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import draw_sizes
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import (

@@ -37,7 +37,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import load_model
+from aft_vision.models.checkpoint import load_model
 from aft_vision.visualize import draw_position_biases, save_figure
 
 

@@ -42,7 +42,7 @@ if __name__ == '__main__':
 
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
-from aft_vision.evaluate import load_model
+from aft_vision.models.checkpoint import load_model
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import (
     capture_mixers,

@@ -13,7 +13,8 @@ from torch import nn
 
 from aft_vision.data import Loaders, Preprocessing, create_eval_loader, create_loaders
 from aft_vision.data.datasets import MissingSplitError
-from aft_vision.evaluate import check_classes, initialize_model, load_model
+from aft_vision.evaluate import check_classes
+from aft_vision.models.checkpoint import initialize_model, load_model
 from aft_vision.models.transfer_source import build_model
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST, describe_samples

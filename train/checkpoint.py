@@ -18,8 +18,8 @@ from typing import IO, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from aft_vision.evaluate import read_checkpoint
 from aft_vision.files import BEST, LAST, older, replacing
+from aft_vision.models.checkpoint import read_checkpoint
 from train.config import continues
 from train.schema import Experiment
 from train.state import TrainState

@@ -16,7 +16,8 @@ from timm.task import (
 )
 from torch import nn
 
-from aft_vision.evaluate import check_classes, load_model
+from aft_vision.evaluate import check_classes
+from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import build_model, did_you_mean
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.align import BlockAlignmentTask

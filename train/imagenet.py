@@ -29,8 +29,9 @@ if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
 from aft_vision.commandline import run_command
-from aft_vision.evaluate import evaluate, load_model
+from aft_vision.evaluate import evaluate
 from aft_vision.export import export_model
+from aft_vision.models.checkpoint import load_model
 from aft_vision.visualize import describe_targets, draw_history, save_figure
 from train.build import (
     build_evaluation,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from aft_vision.evaluate import ForeignFileError, load_model, read_checkpoint
 from aft_vision.files import find_checkpoint
+from aft_vision.models.checkpoint import ForeignFileError, load_model, read_checkpoint
 from aft_vision.models.state_dict import find_sizes
 from aft_vision.models.transfer_source import load_source
 from train.model_section import WEIGHT_KEYS, build_on_meta, is_recipe_of_images

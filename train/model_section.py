@@ -18,7 +18,7 @@ from torch import nn
 from aft_vision.commandline import say
 from aft_vision.data import NativeShape
 from aft_vision.data.ranges import Range, check_range
-from aft_vision.evaluate import load_model
+from aft_vision.models.checkpoint import load_model
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
 from aft_vision.models.transfer_source import build_model

@@ -14,9 +14,9 @@ from timm.utils import random_seed
 from torch.utils.data import DataLoader
 
 from aft_vision.data import LoaderOptions, Loaders, TrainLoaderOptions
-from aft_vision.evaluate import load_matching_state_dict, read_checkpoint
 from aft_vision.files import write_json
 from aft_vision.likelihood import BitsEvaluator, evaluate_bits, sequence_loss
+from aft_vision.models.checkpoint import load_matching_state_dict, read_checkpoint
 from aft_vision.models.decoder import AFTDecoder, bits
 from aft_vision.models.decoders import create_decoder, load_decoder
 from aft_vision.visualize import draw_bits, save_figure

@@ -12,7 +12,7 @@ from timm.utils import random_seed, unwrap_model
 from torch import nn
 
 from aft_vision.data import STEP, BatchAugmentation, PatchAugmentation, derive_seed, move
-from aft_vision.evaluate import load_matching_state_dict
+from aft_vision.models.checkpoint import load_matching_state_dict
 from train.distill import create_task
 from train.distributed import World
 from train.model_section import native_shape

@@ -11,8 +11,8 @@ import torch
 from helpers import save_model
 from timm.data import resolve_model_data_config
 
-from aft_vision.evaluate import load_model
 from aft_vision.export import export_hub_folder, export_model, model_card
+from aft_vision.models.checkpoint import load_model
 from aft_vision.regularizers import prune
 from aft_vision.sizes import default_size
 

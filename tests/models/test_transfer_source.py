@@ -5,7 +5,7 @@ import pytest
 import timm
 import torch
 
-from aft_vision.evaluate import load_model
+from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import build_model, load_pretrained
 from tools import export, predict
 from train.distill import load_teacher

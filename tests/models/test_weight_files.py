@@ -11,8 +11,8 @@ from helpers import save_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from aft_vision.evaluate import load_model, read_checkpoint
 from aft_vision.export import export_model
+from aft_vision.models.checkpoint import load_model, read_checkpoint
 from aft_vision.models.decoders import create_decoder, load_decoder, save_decoder
 from aft_vision.models.transfer_source import load_source
 from aft_vision.models.weight_files import add_checksum, check_checksum

@@ -11,7 +11,8 @@ from helpers import CLOTHING, generator, link_photographs, make_folder, save_mod
 from PIL import Image
 
 from aft_vision.data import NativeShape, Preprocessing, create_eval_loader
-from aft_vision.evaluate import evaluate, load_model
+from aft_vision.evaluate import evaluate
+from aft_vision.models.checkpoint import load_model
 from aft_vision.resolution import AveragedPrediction
 from tools.arguments import parse_size, parse_sizes
 from tools.eval_resolution import ClassEvaluator, main, parse_args

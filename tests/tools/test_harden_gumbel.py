@@ -7,10 +7,10 @@ import torch
 from helpers import CLOTHING, link_photographs, randn, save_model
 from torch import nn
 
-from aft_vision.evaluate import load_model
 from aft_vision.export import export_hub_folder
 from aft_vision.layers import AFTOnehot
 from aft_vision.models.attention_block import AttentionBlock
+from aft_vision.models.checkpoint import load_model
 from tools import eval_resolution
 from tools.harden_gumbel import default_sizes, main
 from train import imagenet

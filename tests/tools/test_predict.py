@@ -11,7 +11,7 @@ from helpers import CLOTHING, save_model
 from PIL import Image
 
 from aft_vision.data import CorruptImageError
-from aft_vision.evaluate import load_model
+from aft_vision.models.checkpoint import load_model
 from tools.predict import main
 
 PHOTOGRAPHS = sorted((CLOTHING / 'validation').rglob('*.jpg'))[:3]

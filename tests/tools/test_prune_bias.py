@@ -8,8 +8,8 @@ import torch
 from helpers import CLOTHING, link_photographs, randn, save_model
 
 import aft_vision  # noqa: F401
-from aft_vision.evaluate import load_model
 from aft_vision.export import export_hub_folder
+from aft_vision.models.checkpoint import load_model
 from aft_vision.regularizers import prune
 from tools.prune_bias import main
 

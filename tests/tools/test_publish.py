@@ -11,8 +11,8 @@ import torch
 import yaml
 from helpers import make_folder
 
-from aft_vision.evaluate import load_model
 from aft_vision.models.aft_vit import IMAGENETTE
+from aft_vision.models.checkpoint import load_model
 from aft_vision.models.weight_files import check_checksum
 from tools import ablation_page, imagenette_page, package_weights, publish
 

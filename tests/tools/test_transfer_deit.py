@@ -10,9 +10,9 @@ from helpers import CLOTHING, generator, link_photographs
 from safetensors.torch import save_file
 from torch import nn
 
-from aft_vision.evaluate import load_model
 from aft_vision.export import export_hub_folder, export_model
 from aft_vision.models import transfer_source
+from aft_vision.models.checkpoint import load_model
 from tools.transfer_deit import main
 from train import imagenet
 

@@ -11,10 +11,10 @@ import timm
 import torch
 from helpers import digest, link_photographs, losses, stop_in
 
-from aft_vision.evaluate import load_model
 from aft_vision.export import export_model
 from aft_vision.layers import AFTBlock
 from aft_vision.models.attention_block import AttentionBlock
+from aft_vision.models.checkpoint import load_model
 from train import engine, imagenet
 from train.config import load_config
 from train.convert import main

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from aft_vision.data import Augmentation
-from aft_vision.evaluate import load_model
+from aft_vision.models.checkpoint import load_model
 from train.build import build_loaders, build_state
 from train.config import load_config
 from train.diagnosis import write_diagnosis

@@ -11,7 +11,7 @@ from PIL import Image
 from timm.data import create_dataset, create_loader
 from timm.utils import AverageMeter, accuracy
 
-from aft_vision.evaluate import load_model
+from aft_vision.models.checkpoint import load_model
 from aft_vision.visualize import draw_history
 from train import imagenet
 from train.build import build_evaluation

@@ -8,8 +8,8 @@ import torch
 from small_runs import ROOT
 
 from aft_vision.data import IGNORED, RecallTask, recall_eval_loader
-from aft_vision.evaluate import read_checkpoint
 from aft_vision.likelihood import sequence_loss
+from aft_vision.models.checkpoint import read_checkpoint
 from aft_vision.models.decoders import create_decoder
 from train import recall
 from train.recall import Recall
