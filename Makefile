@@ -17,8 +17,6 @@ SECONDS ?= 600
 FUZZ_ARGS ?=
 # Options of `make gpu`: make gpu GPU_ARGS='--data imagenette.tar --pieces a b'
 GPU_ARGS ?=
-# Folders of finished runs: make results RUNS='runs/conv_8e-3_seed0 runs/deit_8e-3_seed0'
-RUNS ?=
 # A photograph for the packaged weights, which know ten classes of ImageNet: make demo PHOTO=church.jpg
 PHOTO ?=
 WEIGHTS := $(firstword $(patsubst %.safetensors,%,$(notdir $(wildcard aft_vision/weights/*.safetensors))))
@@ -118,11 +116,9 @@ demo: $(STAMP)
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
 
-# The tables and pictures of recall.md, resolution.md, imagenette.md and ablations.md in docs/results; first, what is kept of the runs in RUNS
+# The tables and pictures of the pages in docs/results, from docs/results/data
 results: $(STAMP)
-	$(PY) -m tools.publish $(RUNS)
-	$(PY) -m tools.recall
-	$(PY) -m tools.resolution_page
+	$(PY) docs/results/build.py
 
 # The site of README.md and docs/, with the keys of configs, the commands and the Python API, in build/site
 docs: $(STAMP)

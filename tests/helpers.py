@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from itertools import chain, islice
 from pathlib import Path
@@ -325,6 +325,15 @@ def link_photographs(folder: Path, train: int, validation: int, classes: int = 1
             for path in sorted(source.iterdir())[:count]:
                 (folder / split / source.name / path.name).symlink_to(path)
     return folder
+
+
+@cache
+def load_script(path: str) -> Any:
+    """A script of the checkout that is in no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parents[1] / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def require_ffcv() -> None:

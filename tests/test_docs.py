@@ -21,7 +21,7 @@ from zipfile import ZipFile
 import pytest
 import timm
 import torch
-from helpers import link_photographs
+from helpers import link_photographs, load_script
 from text_files import write_amazon, write_glove, write_mind, write_mind_behaviors
 from torch import nn
 from torch.distributed.run import get_args_parser
@@ -265,6 +265,8 @@ def test_the_command_lines_are_those_that_the_commands_take(name, monkeypatch):
             check_module(*words)
         elif '-c' in words:
             compile(words[words.index('-c') + 1], name, 'exec')
+        elif words[0] == 'python':
+            load_script(words[1]).parse_args(words[2:])
         else:
             assert words[0] in OTHERS, words
 
@@ -345,17 +347,8 @@ def test_tables_have_a_head_and_items_of_lists_a_line(name):
     assert not re.findall(r'[.;:] [-*] [A-Z`]', outside)
 
 
-@cache
-def load_script(name: str) -> Any:
-    """A script of docs/, which is in no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / 'docs' / f'{name}.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def make_site() -> Any:
-    return load_script('make_site')
+    return load_script('docs/make_site.py')
 
 
 def test_the_site_has_a_way_to_every_page():
@@ -378,16 +371,6 @@ def test_links_of_the_site_lead_to_its_pages_and_other_links_become_words():
     assert site.rewrite_links(block, ROOT / 'docs' / 'log.md', site.site_paths()) == block
     back = site.rewrite_links('[r](../../README.md)', ROOT / 'docs' / 'guide' / 'train.md', site.site_paths())
     assert back == '[r](../index.md)'
-
-
-# How many tables of each file are on the page: of the Xeon only the times, for its memory is that of Zen 5.
-@pytest.mark.parametrize(
-    ('name', 'count'), [('image_sizes.json', 2), ('image_sizes_xeon.json', 1), ('image_sizes_small.json', 2)]
-)
-def test_the_tables_of_image_sizes_have_the_measured_figures(name, count):
-    page = DOCUMENTS['results/speed.md'].read_text()
-    _, *tables = load_script('draw_sizes').tables(name).split('\n\n')
-    assert all(len(table.splitlines()) > 8 and table in page for table in tables[:count])
 
 
 def test_the_page_of_the_api_has_signatures_and_lists_of_arguments():
