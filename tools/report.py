@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tools.arguments import CommandParser, add_device, add_size, check_out, parse_positive
 
@@ -55,6 +56,7 @@ if __name__ == '__main__':
 
 import timm
 import torch
+import yaml
 from tqdm import tqdm
 
 from aft_vision import __version__
@@ -75,7 +77,6 @@ from aft_vision.visualize import (
     report_sections,
 )
 from aft_vision.visualize.page import picture
-from tools.results import read_config
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -117,7 +118,7 @@ def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
     model = resize_model(load_model(args.checkpoint, device), args.size)
     summary = next((path for path in (folder / 'summary.csv', folder.parent / 'summary.csv') if path.is_file()), None)
     config = summary and summary.parent / 'config.yaml'
-    targets = describe_targets(read_config(config, 'train.imagenet')) if config and config.is_file() else ''
+    targets = describe_targets(read_config(config)) if config and config.is_file() else ''
     return Report(
         model=model,
         photographs=find_photographs(args.images, args.max_images),
@@ -132,6 +133,21 @@ def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
         query=(args.query[0] - 1, args.query[1] - 1) if args.query else None,
         max_heads=args.max_heads,
     )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the sections of an experiment.
+
+    Raises:
+        ValueError: the file is not one of sections.
+    """
+    try:
+        config = yaml.safe_load(path.read_text(encoding='utf-8'))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        config = None
+    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
+        raise ValueError(f'expected the config of a run of train.imagenet, got no sections in {path}')
+    return config
 
 
 def is_older(table: Path, checkpoint: Path) -> bool:

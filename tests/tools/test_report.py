@@ -19,7 +19,7 @@ from PIL import Image, ImageChops
 
 from aft_vision import __version__
 from aft_vision.visualize import report_sections
-from tools.report import main, recorded_facts
+from tools.report import main, read_config, recorded_facts
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'))), None
@@ -249,3 +249,10 @@ def test_a_browser_shows_the_page(report, tmp_path, width, dark):
     # The sections below the first screen are drawn, and none is cut at the right edge.
     assert ink.crop((0, 1000, width, 2400)).getbbox() is not None
     assert ink.crop((width - 4, 0, width, 2400)).getbbox() is None
+
+
+@pytest.mark.parametrize('content', ['', 'a: [', 'data: 4'])
+def test_a_damaged_config_is_named(tmp_path, content):
+    (tmp_path / 'config.yaml').write_text(content)
+    with pytest.raises(ValueError, match=r'a run of train\.imagenet, got no sections in .*config\.yaml'):
+        read_config(tmp_path / 'config.yaml')

@@ -20,7 +20,6 @@ from statistics import median
 from typing import Any
 
 from tools.arguments import CommandParser
-from tools.results import format_table
 
 MODELS = ('aft_conv_small', 'deit_small_patch16_224')
 RECIPE = (
@@ -52,6 +51,7 @@ if __name__ == '__main__':
 
 from aft_vision.commandline import run_command
 from aft_vision.files import write_json
+from tools.compare_runs import format_table
 from tools.machine import count_cores
 
 
