@@ -13,7 +13,7 @@ further below. The sheet has a column for each image: the given part on grey, th
 image itself.
 
 Completion i has the seed --seed plus i, independent of the batch. With --folder each completion is also written there,
-named by its seed, and existing files are kept: after an interruption the same command samples the rest.
+named by its seed, after its batch.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--batch-size', type=parse_positive, default=16, help='completions per batch (default: 16)')
     add('--originals', action='store_true', help='add a row with the images themselves')
     add('--scale', type=parse_positive, default=4, help='enlargement of the sheet (default: 4)')
-    add('--folder', type=Path, help='also write each completion here, as SEED.png; existing files are kept')
+    add('--folder', type=Path, help='also write each completion here, as SEED.png')
     add('--out', type=Path, required=True, help='the PNG')
     args = parser.parse_args(argv)
     if args.images and args.indices:
@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
         chosen = images[[i // args.num_samples for i in numbers]]
         return model.complete_images(chosen, mask, seed=[args.seed + i for i in numbers], **rules(args))
 
-    sources = images.repeat_interleave(args.num_samples, 0)
-    completed = draw_images(draw, len(sources), args, [*model.state_dict().values(), mask], sources)
+    completed = draw_images(draw, len(images) * args.num_samples, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     completion_sheet(images, mask, completed, args.scale, args.originals).save(args.out)
     print(f'{len(completed)} completed images are in {args.out}')

@@ -9,7 +9,7 @@ written to one enlarged sheet. A batch takes little longer than one image, so la
 the processor is saturated.
 
 Image i has the seed --seed plus i, independent of the batch. With --folder each image is also written there, named by
-its seed, and existing files are kept: after an interruption the same command samples the rest.
+its seed, after its batch: after an interruption, --seed with the first missing one samples the rest.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--batch-size', type=parse_positive, default=16, help='images per batch (default: 16)')
     add('--columns', type=parse_positive, help='images per row of the sheet (default: as many as rows)')
     add('--scale', type=parse_positive, default=4, help='enlargement of the sheet (default: 4)')
-    add('--folder', type=Path, help='also write each image here, as SEED.png; existing files are kept')
+    add('--folder', type=Path, help='also write each image here, as SEED.png')
     add('--out', type=Path, required=True, help='the PNG')
     return parser.parse_args(argv)
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
     def draw(numbers: list[int]) -> torch.Tensor:
         return model.sample_images(len(numbers), seed=[args.seed + i for i in numbers], **rules(args))
 
-    images = draw_images(draw, args.num_images, args, list(model.state_dict().values()))
+    images = draw_images(draw, args.num_images, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     image_sheet(images, args.columns, args.scale).save(args.out)
     print(f'{len(images)} images are in {args.out}')

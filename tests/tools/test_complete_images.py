@@ -53,16 +53,6 @@ def test_images_are_completed_below_what_is_given(checkpoint: Path, data: Path, 
     assert torch.equal(pixels[32:40:2, 12:20:2].permute(2, 0, 1), images[1])
 
 
-def test_images_of_a_folder_are_taken_for_what_they_complete_alone(checkpoint: Path, data: Path, tmp_path: Path):
-    command = ['--checkpoint', str(checkpoint), '--data', str(data), '--indices', '3', '1']
-    folder = ['--folder', str(tmp_path / 'drawn'), '--out', str(tmp_path / 'a.png')]
-    completed = complete_images.main([*command, *folder])
-    assert torch.equal(complete_images.main([*command, *folder]), completed)
-    for other in (['--seed', '1'], ['--num-samples', '2']):
-        with pytest.raises(ValueError, match='drawn in another way'):
-            complete_images.main([*command, *folder, *other])
-
-
 def test_a_mask_may_be_an_image_and_images_may_be_files(checkpoint: Path, data: Path, tmp_path: Path):
     mask = torch.zeros(4, 4, dtype=torch.uint8)
     mask[1:3, 1:3] = 255
