@@ -1,13 +1,12 @@
-"""Time and memory against the number of tokens or pixels: the fits, the limits, the pictures."""
+"""Time and memory against the number of tokens: the fits, the limits, the pictures."""
 
 import json
 
 import pytest
-import timm
 import torch
 
 from aft_vision.visualize import new_figure
-from tools.benchmark import compare, models, ops, printer, scaling
+from tools.benchmark import compare, ops, printer, scaling
 from tools.benchmark.__main__ import main
 from tools.benchmark.compare import PAPER_BASELINE, Candidate
 from tools.benchmark.printer import plot_curves
@@ -67,7 +66,7 @@ def test_a_candidate_that_stopped_or_failed_stays_out_and_says_why(monkeypatch, 
         (16, 'b', None),
         (32, 'b', None),
     ]
-    assert report_fits(rows, 'tokens', '').fits[1]['exponent'] == pytest.approx(1.0)
+    assert report_fits(rows, '').fits[1]['exponent'] == pytest.approx(1.0)
 
 
 @pytest.mark.usefixtures('unmetered')
@@ -99,7 +98,7 @@ def test_the_memory_of_materialised_attention_is_quadratic_and_that_of_fused_att
         return [each for each in ops.token_candidates(*shape, torch.float32, CPU) if each.name in (*kept, paper)]
 
     rows = measure_until(make, [128, 256, 512], CPU, 1, most_seconds=60.0)
-    exponents = {fit['name']: fit['exponent'] for fit in report_fits(rows, 'tokens', '', ['peak_bytes']).fits}
+    exponents = {fit['name']: fit['exponent'] for fit in report_fits(rows, '', ['peak_bytes']).fits}
     assert max(exponents[name] for name in kept) < 1.2
     assert exponents[paper] > 1.7
 
@@ -112,7 +111,7 @@ def test_a_curve_that_lies_on_another_is_seen(monkeypatch, tmp_path):
         for name in ('SDPA', 'SDPA causal')
         for tokens in (8, 16, 32)
     ]
-    plot_curves(report_fits(rows, 'tokens', 'head', ['peak_bytes']), tmp_path / 'curves.png')
+    plot_curves(report_fits(rows, 'head', ['peak_bytes']), tmp_path / 'curves.png')
     first, second = figures[0].axes[0].get_lines()
     assert list(first.get_ydata()) == list(second.get_ydata()) == [8, 16, 32]
     assert first.get_linestyle() != second.get_linestyle()
@@ -122,67 +121,3 @@ def test_a_curve_that_lies_on_another_is_seen(monkeypatch, tmp_path):
 def test_one_size_has_no_curve():
     with pytest.raises(ValueError, match=r'at least 2 lengths, got \[64\]'):
         main(['ops', '--tokens', '64', '64', '--allow-load'])
-    with pytest.raises(ValueError, match='at least 2 image sizes of different area'):
-        main(['memory', '--sizes', '64x32', '32x64'])
-
-
-@pytest.fixture
-def shallow(monkeypatch):
-    """Feature extractors of two blocks."""
-    kwargs = dict(features_only=True, out_indices=[0, 1], dynamic_img_size=True, dynamic_img_pad=True)
-    monkeypatch.setattr(models, 'create', lambda name, *args: timm.create_model(name, **kwargs))
-
-
-@pytest.mark.usefixtures('shallow')
-def test_memory_of_aft_conv_is_linear_in_pixels_and_materialised_attention_is_not(monkeypatch, tmp_path, capsys):
-    # Memory does not depend on what others do.
-    monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.54)
-    names = ['deit_tiny_patch16_224', 'aft_conv_tiny']
-    options = ['--models', *names, '--sizes', '384', '224', '256x384', '320', '--png', str(tmp_path / 'memory.png')]
-    result = main(['memory', *options])
-    fused, materialised, conv = result['fits']
-    assert [fit['name'] for fit in (fused, conv)] == names
-    assert materialised['name'] == f'{names[0]}, {PAPER_BASELINE}'
-    assert 0.85 < conv['exponent'] <= 1.05
-    assert 0.9 < fused['exponent'] <= 1.05
-    assert materialised['exponent'] > 1.4
-    # The input of a block, the queries, keys and values, and the result: 5 maps at least, of 192 channels in float32.
-    assert conv['bytes_per_pixel'] > 5 * 192 * 4 / 16**2
-    largest = [row['peak_bytes'] for row in result['rows'] if row['pixels'] == 384 * 384]
-    assert largest[1] > 2 * 3 * 577**2 * 4 > largest[0]
-    assert (tmp_path / 'memory.png').stat().st_size > 10_000
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in ('threads; float32; torch', '256x384', 'exponent', 'bytes/pixel'))
-
-
-@pytest.mark.usefixtures('shallow')
-def test_training_keeps_the_attention_weights_that_are_materialised():
-    options = ['--models', 'deit_tiny_patch16_224', '--sizes', '64', '128x64', '--batch-size', '2', '--training']
-    rows = main(['memory', *options])['rows']
-    forward, training = ([row for row in rows if row['direction'] == each] for each in ('forward', 'training'))
-    assert [row['pixels'] for row in training] == [2 * 64 * 64] * 2 + [2 * 128 * 64] * 2
-    for less, more in zip(forward, training, strict=True):
-        assert less['peak_bytes'] < more['saved_bytes'] < more['peak_bytes']
-    more = training[3]['saved_bytes'] - training[2]['saved_bytes']
-    # In 2 blocks of 3 heads, of 2 images with 32 patches and a class token; fused attention keeps a number per row.
-    assert more == pytest.approx(2 * 2 * 3 * (33**2 - 33) * 4, rel=0.01)
-
-
-def test_slopes_are_those_of_lines():
-    kinds = {'line': lambda x: 40 * x + 1000, 'power': lambda x: 3 * x**1.5, 'flat': lambda x: 20 * x}
-    rows = [
-        dict(name=name, pixels=x, direction='forward', peak_bytes=value(x))
-        for name, value in kinds.items()
-        for x in (10_000, 40_000, 90_000)
-    ]
-    line, power, flat = report_fits(rows, 'pixels', '', ['peak_bytes']).fits
-    assert line['bytes_per_pixel'] == pytest.approx(40)
-    assert line['exponent'] == pytest.approx(1.0, abs=0.01)
-    assert power['exponent'] == pytest.approx(1.5)
-    assert flat['bytes_per_pixel'] == pytest.approx(20)
-
-
-def test_a_feature_extractor_takes_any_size():
-    for name in ('aft_full_tiny', 'deit_tiny_patch16_224', 'resnet18'):
-        maps = models.create(name, (64, 43), dense=True)(torch.zeros(1, 3, 64, 43))
-        assert maps[-1].shape[-2:] == ((2, 2) if name == 'resnet18' else (4, 3))

@@ -9,7 +9,6 @@ loader      Loaders of training images: images/s and CPU time, next to timm's an
 goals       The promises of this project, with a floor and a goal each; --goals is the same. Exits with 1 if a measured
             figure is below its floor or fails; open is what lacks its device, instructions or package.
 table       AFT Table 2, 4, 7 or 8: the paper's speed and memory next to those of this machine.
-memory      Memory of dense features at image sizes, with fits to the number of pixels.
 
 Times are medians, ratios are taken within a round, where the alternatives run one after the other in one process, and
 come with their quartiles: above 1 is faster than the baseline. That of attention is F.scaled_dot_product_attention;
@@ -79,8 +78,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
     'goals': dict(rows='(1 to 21)', rounds=15, **COMMON) | dict(threads='(at most 2)'),
     'table': dict(number=None, batch_size='(32 images, 1 sequence)', img_size='(that of the table)')
     | dict(depth='(as printed)', rounds=3, **PLACE),
-    'memory': dict(models=f'{TINY} aft_conv_tiny aft_full_tiny', batch_size=1, training=False, png=None)
-    | dict(sizes='224 384 512 512x683 768 1024x768 1024', **PLACE),
 }
 # For an option of a section the others that go only with it, and those that go only without it.
 SWITCHES = {
@@ -145,9 +142,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """
     args = parse_args(argv)
     threads, is_goals = torch.get_num_threads(), args.section == 'goals'
-    # Memory does not depend on what others do.
-    must_be_idle = args.section != 'memory' and not args.allow_load
-    if must_be_idle:
+    if not args.allow_load:
         check_load()
     try:
         torch.set_num_threads(args.threads or (min(2, count_cores()) if is_goals else threads))
@@ -167,10 +162,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     finally:
         # A caller from Python goes on with the threads of before.
         torch.set_num_threads(threads)
-    if must_be_idle:
+    if not args.allow_load:
         refuse_load(load)
     # Through too few sizes there is no line.
-    fits = [fit for fit in report.fits if fit.get('bytes_per_pixel', fit['exponent']) is not None]
+    fits = [fit for fit in report.fits if fit['exponent'] is not None]
     print(report.head, format_rows(report.rows), *(['', format_rows(fits)] if fits else []), sep='\n')
     if load is not None:
         print(f'other processes used {load:.1%} of the cores')

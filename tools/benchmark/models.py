@@ -20,7 +20,7 @@ from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, de
 from tools.benchmark.meters import peak_resident
 from tools.benchmark.printer import Report
 
-# Files of timm, and ours, whose models take `img_size`, `dynamic_img_size` and `dynamic_img_pad`.
+# Files of timm, and ours, whose models take `img_size`.
 VIT_FILES = ('aft_vit', 'deit', 'vision_transformer')
 # Relative to the largest logit: whether a runtime computes the same model, not how exact it is.
 EXPORT_TOLERANCE = 1e-3
@@ -66,29 +66,27 @@ def model_names(*names: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def classifiers(names: Sequence[str], shape: Images, device: torch.device, dense: bool = False) -> list[Candidate]:
+def classifiers(names: Sequence[str], shape: Images, device: torch.device) -> list[Candidate]:
     """Return models, the paper's baseline of the first one after it, if that has fused attention."""
-    found = [classifier(name, shape, device, dense) for name in names]
+    found = [classifier(name, shape, device) for name in names]
     is_fused = any(getattr(module, 'fused_attn', False) for module in timm.create_model(names[0]).modules())
     return next_to_the_paper(found) if is_fused else found
 
 
-def classifier(name: str, shape: Images, device: torch.device, dense: bool = False, fuses: bool = True) -> Candidate:
+def classifier(name: str, shape: Images, device: torch.device, fuses: bool = True) -> Candidate:
     """Return a model on images of a shape: as it is deployed, or in training.
 
     Args:
-        dense: It gives features, the last three maps, of images of any size, in place of logits.
         fuses: False leaves it as timm has it.
     """
 
     def prepare(training: bool) -> Prepared:
-        model = create(name, shape[2:], dense).to(device).train(training)
-        if fuses and not (training or dense):
+        model = create(name, shape[2:]).to(device).train(training)
+        if fuses and not training:
             model = deploy(model)
         images = draw(*shape).to(device)
         leaves = [each for each in model.parameters() if training]
-        learn = (lambda maps: sum(x.float().mean() for x in maps).backward()) if dense else None
-        return Prepared(lambda: model(images), leaves, [images, *model.buffers()], learn)
+        return Prepared(lambda: model(images), leaves, [images, *model.buffers()])
 
     return Candidate(name if fuses else f'{name}, {AS_TIMM}', prepare, compiles=fuses)
 
@@ -121,13 +119,7 @@ def openvino_runner(path: str | Path, threads: int) -> Callable[[Tensor], Tensor
 RUNTIMES = {'onnxruntime': onnx_runner, 'openvino': openvino_runner}
 
 
-def create(name: str, img_size: Sequence[int], dense: bool = False) -> nn.Module:
-    """Build a classifier in eval mode, not fused, for images of a height and a width in pixels.
-
-    Args:
-        dense: Build a feature extractor, `features_only`, that takes images of any size.
-    """
-    kwargs: dict[str, Any] = {'features_only': True} if dense else {}
-    if is_model_in_modules(name, VIT_FILES):
-        kwargs |= dict(dynamic_img_size=True, dynamic_img_pad=True) if dense else {'img_size': img_size}
+def create(name: str, img_size: Sequence[int]) -> nn.Module:
+    """Build a classifier in eval mode, not fused, for images of a height and a width in pixels."""
+    kwargs: dict[str, Any] = {'img_size': img_size} if is_model_in_modules(name, VIT_FILES) else {}
     return timm.create_model(name, **kwargs).eval()

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
         make = partial(token_candidates, dtype=dtype, device=device)
         options = dict(most_seconds=args.most_seconds, directions=DIRECTIONS[args.training :][:1])
         rows = measure_until(make, args.tokens, device, args.rounds, **options)
-        return report_fits(rows, 'tokens', 'batch of 1, d = 256, 4 heads of attention; exponents of the upper half')
+        return report_fits(rows, 'batch of 1, d = 256, 4 heads of attention; exponents of the upper half')
     rows = []
     for name, shape, candidates in make_groups(args.batch_size, dtype, device):
         if name in args.groups:

@@ -11,12 +11,11 @@ LONGEST_ERROR = 100
 
 
 class Report(NamedTuple):
-    """The result of a section: rows of figures, the line above them, and rows of fits over a key of theirs."""
+    """The result of a section: rows of figures, the line above them, and rows of fits over the tokens."""
 
     rows: list[dict[str, Any]]
     head: str
     fits: Sequence[dict[str, Any]] = ()
-    x: str = ''
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
@@ -46,12 +45,12 @@ def plot_curves(report: Report, path: Path) -> None:
         own = [fit for fit in report.fits if (fit['direction'], fit['quantity']) == (direction, quantity)]
         for place, fit in enumerate(own):
             kept = (row for row in report.rows if (row['name'], row['direction']) == (fit['name'], direction))
-            points = [(row[report.x], row[quantity] / unit) for row in kept if row.get(quantity)]
+            points = [(row['tokens'], row[quantity] / unit) for row in kept if row.get(quantity)]
             exponent = 'no exponent' if fit['exponent'] is None else f'exponent {fit["exponent"]:.2f}'
             # Every other line is dashed, so that one that lies on another does not hide it.
             style, label = '--' if place % 2 else '-', f'{fit["name"]}: {exponent}'
             axes.plot(*zip(*points, strict=True), linestyle=style, marker='o', markersize=4, label=label)
-        axes.set(xlabel=COLUMNS[report.x][0], ylabel=COLUMNS[quantity][0], xscale='log', yscale='log', title=direction)
+        axes.set(xlabel=COLUMNS['tokens'][0], ylabel=COLUMNS[quantity][0], xscale='log', yscale='log', title=direction)
         axes.grid(alpha=0.3, which='both')
         axes.legend(fontsize=8)
     figure.suptitle(report.head)
@@ -76,7 +75,6 @@ COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     'what': ('', ''),
     'tokens': ('T', ''),
     'behaviors': ('behaviours', ''),
-    'pixels': ('pixels', ''),
     'batch_size': ('batch', ''),
     'name': ('', ''),
     'form': ('', lambda form: '' if form == 'eager' else form),
@@ -102,7 +100,6 @@ COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     'saved_bytes': ('kept MiB', lambda value: f'{value / 2**20:.1f}'),
     'state_bytes': ('state KiB', lambda value: f'{value / 1024:.0f}'),
     'exponent': ('exponent', '.2f'),
-    'bytes_per_pixel': ('bytes/pixel', '.1f'),
     'milliseconds_pair': ('ms', lambda pair: f'{pair[0]:.4f} / {pair[1]:.4f}'),
     'verdict': ('', ''),
     'processor': ('on', ''),

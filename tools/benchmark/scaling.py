@@ -1,4 +1,4 @@
-"""Time and memory against the size of the inputs: measuring until a limit, and fits."""
+"""Time and memory against the number of tokens: measuring until a limit, and fits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -81,17 +81,13 @@ def fit_exponent(x: Sequence[float], values: Sequence[float]) -> float | None:
     return float(np.polyfit(sizes, found, 1)[0])
 
 
-def report_fits(rows: list[dict[str, Any]], x: str, head: str, quantities: Sequence[str] = QUANTITIES) -> Report:
-    """Return a report with a fit for each direction, quantity and name: its `exponent` as a power of `x`.
-
-    Of pixels a fit has `bytes_per_pixel` too, the slope of the least-squares line.
-    """
+def report_fits(rows: list[dict[str, Any]], head: str, quantities: Sequence[str] = QUANTITIES) -> Report:
+    """Return a report with a fit for each direction, quantity and name: its `exponent` as a power of the tokens."""
     fits: list[dict[str, Any]] = []
     for direction, quantity in product(dict.fromkeys(row['direction'] for row in rows), quantities):
         own = [row for row in rows if row['direction'] == direction and row.get(quantity) is not None]
         for name in dict.fromkeys(row['name'] for row in own):
-            sizes, values = zip(*((row[x], row[quantity]) for row in own if row['name'] == name), strict=True)
-            fit = {'direction': direction, 'quantity': quantity, 'name': name, 'exponent': fit_exponent(sizes, values)}
-            slope = {'bytes_per_pixel': float(np.polyfit(sizes, values, 1)[0])} if x == 'pixels' else {}
-            fits.append({**fit, **slope})
-    return Report(rows, head, fits, x)
+            sizes, values = zip(*((row['tokens'], row[quantity]) for row in own if row['name'] == name), strict=True)
+            fit = {'direction': direction, 'quantity': quantity, 'name': name}
+            fits.append({**fit, 'exponent': fit_exponent(sizes, values)})
+    return Report(rows, head, fits)

@@ -68,7 +68,7 @@ def measure_lengths(args: argparse.Namespace, names: Sequence[str], device: torc
     for row in rows:
         row |= {key: row[key] / row['batch_size'] for key in QUANTITIES if key in row}
     head = f'{args.total_tokens} tokens in a batch; figures of one text of it, exponents of the upper half'
-    return report_fits(rows, 'tokens', head)
+    return report_fits(rows, head)
 
 
 def encoder_args(name: str) -> dict[str, Any]:
