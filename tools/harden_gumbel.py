@@ -7,20 +7,17 @@ an exported folder with the same classes and preprocessing, and a model card. Af
 `timm.create_model('local-dir:DIR', pretrained=True)` loads it, and so do tools.eval_resolution (--checkpoint DIR) and
 the trainer (run.init_from=DIR with model.mixer=onehot).
 
-Prints the parameters before and after; the largest difference of logits on random images at several sizes, to the
-Gumbel model in evaluation, to the one-hot kernels as a convolution, and to the model without offsets (w = 0), which
-shows their effect; the offsets of the heads of each layer; and with --data the accuracy before and after. Writes the
-same to DIR/harden_gumbel.json.
+Prints the parameters before and after, the offsets of the heads of each layer, and with --data the accuracy before and
+after. Writes the same to DIR/harden_gumbel.json.
 """
 
 import argparse
-import copy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_data_arguments, add_device, add_license, check_out, parse_size
+from tools.arguments import CommandParser, add_data_arguments, add_device, add_license, check_out
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -28,13 +25,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
     parser.add_argument('--out', type=Path, required=True, help='the folder to export to')
-    parser.add_argument(
-        '--sizes',
-        type=parse_size,
-        nargs='+',
-        help='image sizes of the comparison: a side in pixels, or HEIGHTxWIDTH (default: that of the training, half of '
-        'it, twice its width, and a single patch)',
-    )
     add_license(parser)
     options = add_data_arguments(parser, required=False)
     add_device(parser)
@@ -48,7 +38,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
-import torch
 from torch import nn
 
 from aft_vision.commandline import run_command
@@ -56,22 +45,21 @@ from aft_vision.devices import resolve_device
 from aft_vision.evaluate import evaluate_all
 from aft_vision.export import export_model
 from aft_vision.files import write_json
-from aft_vision.layers import AFTOnehot
 from aft_vision.models.checkpoint import load_model
-from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
+from aft_vision.models.harden import describe_offsets, harden
 from aft_vision.models.transfer_source import set_license
-from aft_vision.sizes import check_image_size, default_size
+from aft_vision.sizes import default_size
 from tools.data import create_data_loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Export the one-hot form, and print the comparison.
+    """Export the one-hot form, and print what has changed.
 
     Returns:
         The content of harden_gumbel.json.
 
     Raises:
-        ValueError: the checkpoint, the data set, the device or a size is not valid, the model was not trained with
+        ValueError: the checkpoint, the data set or the device is not valid, the model was not trained with
             gumbel=True, or the result would overwrite it or hide that of another run.
     """
     args = parse_args(argv)
@@ -81,14 +69,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     device = resolve_device(args.device)
     model: Any = load_model(args.checkpoint, device)
     onehot = harden(model)
-    sizes = args.sizes or default_sizes(model)
-    for size in sizes:
-        check_image_size(model, size)
     result: dict[str, Any] = {
         'checkpoint': str(args.checkpoint),
         'device': str(device),
         'parameters': {'gumbel': count_parameters(model), 'onehot': count_parameters(onehot)},
-        'logits': compare(model, onehot, sizes),
         'offsets': describe_offsets(onehot),
     }
     if args.data or args.name:
@@ -104,46 +88,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def default_sizes(model: Any) -> list[tuple[int, int]]:
-    """Return sizes (H, W) of whole patches: the training size, half of it, twice its width, and a single patch."""
-    patch = model.patch_embed.patch_size
-    height, width = (max(side // step, 1) for side, step in zip(default_size(model), patch, strict=True))
-    grids = [(1, 1), (max(height // 2, 1), max(width // 2, 1)), (height, width), (height, 2 * width)]
-    return [(rows * patch[0], columns * patch[1]) for rows, columns in dict.fromkeys(grids)]
-
-
 def count_parameters(model: nn.Module) -> int:
     """Count the parameters of a model, without offsets, which are buffers."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-@torch.no_grad()
-def compare(model: nn.Module, onehot: nn.Module, sizes: Sequence[tuple[int, int]]) -> list[dict[str, float]]:
-    """Return one row per size: the differences of the one-hot form from other forms, and the largest logit."""
-    simple: Any = copy.deepcopy(onehot)
-    for module in simple.modules():
-        if isinstance(module, AFTOnehot):
-            module.weight.zero_()
-    others = {'gumbel': model, 'convolution': convolution_form(onehot), 'without_offsets': simple}
-    rows: list[dict[str, float]] = [{'height': size[0], 'width': size[1]} for size in sizes]
-    for name, other in others.items():
-        for row, found in zip(rows, compare_logits(onehot, other, sizes), strict=True):
-            row |= {'largest_logit': found['magnitude'], f'difference_from_{name}': found['difference']}
-    return rows
 
 
 def print_result(result: dict[str, Any]) -> None:
     """Print the content of the JSON file as tables."""
     before, after = result['parameters']['gumbel'], result['parameters']['onehot']
     print(f'parameters: {before:,} before, {after:,} after ({100 * (after / before - 1):.1f} %)')
-    print(f'\n{"":22}  largest difference of logits from')
-    print(f'{"size":>9}  {"largest":>11}  {"Gumbel":>7}  {"convolution":>11}  without offsets')
-    for row in result['logits']:
-        print(
-            f'{row["height"]:>4}x{row["width"]:<4}  {row["largest_logit"]:>11.3f}  '
-            f'{row["difference_from_gumbel"]:>7.1e}  {row["difference_from_convolution"]:>11.1e}  '
-            f'{row["difference_from_without_offsets"]:>15.1e}'
-        )
     print(f'\n{"":41}  distance in tokens')
     print('layer  heads  at centre  distinct offsets  mean  largest  mean w')
     for row in result['offsets']:

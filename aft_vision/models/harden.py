@@ -2,11 +2,10 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.models import get_model_input_config
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -14,7 +13,6 @@ from aft_vision import ops
 from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot, aft_mixers
 from aft_vision.layers.mixers import MIXERS
 from aft_vision.models.aft_vit import AFTVisionTransformer
-from aft_vision.modes import in_evaluation
 
 
 @torch.no_grad()
@@ -97,28 +95,6 @@ def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
                 'mean_bias': mixer.weight.double().mean().item(),
             }
         )
-    return rows
-
-
-@torch.inference_mode()
-def compare_logits(model: nn.Module, other: nn.Module, sizes: Sequence[tuple[int, int]]) -> list[dict[str, float]]:
-    """Compare the logits of two models on two images of normal noise per size, in evaluation mode.
-
-    Args:
-        sizes: (H, W) in pixels.
-
-    Returns:
-        For each size `height`, `width`, the largest `difference` of two logits and the largest `magnitude` of one.
-    """
-    rows: list[dict[str, float]] = []
-    parameter, channels = next(model.parameters()), get_model_input_config(model)['input_size'][0]
-    for height, width in sizes:
-        noise = torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(0))
-        images = noise.to(parameter.device, parameter.dtype)
-        with in_evaluation(model, other):
-            expected, got = (network(images).double() for network in (model, other))
-        difference, magnitude = (expected - got).abs().max().item(), expected.abs().max().item()
-        rows.append({'height': height, 'width': width, 'difference': difference, 'magnitude': magnitude})
     return rows
 
 

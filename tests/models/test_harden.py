@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aft_vision import ops
 from aft_vision.layers import AFTOnehot
 from aft_vision.models import AFTVisionTransformer
-from aft_vision.models.harden import compare_logits, convolution_form, describe_offsets, harden
+from aft_vision.models.harden import convolution_form, describe_offsets, harden
 
 SMALL: dict[str, Any] = dict(embed_dim=24, depth=2, num_heads=6, kernel_size=7, num_classes=5)
 # In pixels, of 16 x 16 patches: a single patch, grids smaller and larger than the kernel, most of them not square.
@@ -257,26 +257,6 @@ def test_the_offsets_are_described_by_layer():
     fields = ('layer', 'heads', 'at_centre', 'distinct_offsets', 'mean_distance', 'largest_distance', 'mean_bias')
     figures = (1, 4, 4, 1, 0.0, 0.0, 0.0), (2, 4, 2, 3, 1.5, 5.0, 1.5)
     assert describe_offsets(onehot) == [dict(zip(fields, each, strict=True)) for each in figures]
-
-
-@pytest.mark.parametrize('channels', [1, 3])
-def test_the_largest_difference_of_logits_is_found(channels: int):
-    model = make(in_chans=channels)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.head.bias[2] += 0.5
-    rows = compare_logits(model, other, [(16, 16), (48, 80)])
-    assert [(row['height'], row['width']) for row in rows] == [(16, 16), (48, 80)]
-    assert [row['difference'] for row in rows] == pytest.approx([0.5, 0.5], rel=1e-5)
-    assert all(row['magnitude'] > 0 for row in rows)
-
-
-def test_logits_are_compared_in_evaluation():
-    model = make(drop_rate=0.5).train()
-    assert [row['difference'] for row in compare_logits(model, harden(model), [(16, 16)])] == pytest.approx(
-        [0], abs=1e-5
-    )
-    assert model.training
 
 
 TRAINED = r'expected a model trained with gumbel=True \(AFT Eq. 10\)'

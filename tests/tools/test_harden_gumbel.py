@@ -12,7 +12,7 @@ from aft_vision.layers import AFTOnehot
 from aft_vision.models.attention_block import AttentionBlock
 from aft_vision.models.checkpoint import load_model
 from tools import eval_resolution
-from tools.harden_gumbel import default_sizes, main
+from tools.harden_gumbel import main
 from train import imagenet
 
 ROOT = Path(__file__).parents[2]
@@ -56,11 +56,6 @@ def test_the_exported_folder_is_the_gumbel_model_with_its_classes_and_preprocess
 def test_the_results_are_written(exported):
     result = json.loads((exported / 'harden_gumbel.json').read_text())
     assert result['parameters']['gumbel'] - result['parameters']['onehot'] == 2 * (4 * 25 + 4)
-    assert [(row['height'], row['width']) for row in result['logits']] == [(8, 8), (16, 16), (32, 32), (32, 64)]
-    for row in result['logits']:
-        assert row['difference_from_gumbel'] < 1e-6 * row['largest_logit']
-        assert row['difference_from_convolution'] < 1e-5 * row['largest_logit']
-    assert result['logits'][-1]['difference_from_without_offsets'] > 1e-3
     assert [row['layer'] for row in result['offsets']] == [1, 2]
     before, after = result['accuracy']['gumbel'], result['accuracy']['onehot']
     assert before['samples'] == after['samples'] == 200
@@ -78,20 +73,18 @@ def test_the_card_of_another_model_in_the_folder_is_replaced(checkpoint, tmp_pat
     assert f'{result["parameters"]["onehot"]:,}' in card
 
 
-def test_the_printed_tables_have_a_row_for_each_size_and_layer(checkpoint, tmp_path, capsys):
-    sizes = ['--sizes', '24', '16x40']
-    result = main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'a'), *sizes])
+def test_the_printed_table_has_a_row_for_each_layer(checkpoint, tmp_path, capsys):
+    result = main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'a')])
     printed = capsys.readouterr().out.splitlines()
     before, after = result['parameters'].values()
     assert printed[0] == f'parameters: {before:,} before, {after:,} after ({100 * (after / before - 1):.1f} %)'
-    assert [line.split()[0] for line in printed if line[:10].strip() in ('24x24', '16x40')] == ['24x24', '16x40']
     for row in result['offsets']:
         assert any(line.split()[:3] == [str(row[name]) for name in ('layer', 'heads', 'at_centre')] for line in printed)
 
 
 def test_an_exported_folder_is_hardened_too(checkpoint, exported, tmp_path):
     timm.models.save_for_hf(load_model(checkpoint), tmp_path / 'gumbel', safe_serialization=True)
-    main(['--checkpoint', str(tmp_path / 'gumbel'), '--out', str(tmp_path / 'onehot'), '--sizes', '16'])
+    main(['--checkpoint', str(tmp_path / 'gumbel'), '--out', str(tmp_path / 'onehot')])
     first, second = load_model(exported).state_dict(), load_model(tmp_path / 'onehot').state_dict()
     assert all(torch.equal(first[name], x) for name, x in second.items())
 
@@ -119,8 +112,7 @@ def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):
 
 def test_blocks_of_attention_stay(tmp_path):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', attention_blocks=[1])
-    result = main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out')])
-    assert all(row['difference_from_gumbel'] < 1e-5 for row in result['logits'])
+    main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out')])
     assert isinstance(load_model(tmp_path / 'out').blocks[1], AttentionBlock)
 
 
@@ -139,9 +131,7 @@ def test_a_model_that_cannot_be_hardened_leaves_nothing_behind(tmp_path, kwargs,
     assert not (tmp_path / 'out').exists()
 
 
-def test_a_wrong_size_or_folder_is_rejected(checkpoint, exported, tmp_path):
-    with pytest.raises(ValueError, match=r'multiples of the patch size \(8, 8\), got \(20, 20\)'):
-        main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out'), '--sizes', '20'])
+def test_a_folder_that_is_read_is_not_replaced(exported):
     with pytest.raises(ValueError, match=r'another place than that of .*, which is read'):
         main(['--checkpoint', str(exported), '--out', str(exported)])
 
@@ -159,13 +149,5 @@ def test_other_classes_are_rejected_before_anything_is_written(checkpoint, tmp_p
     out = tmp_path / 'out'
     arguments = ['--checkpoint', str(tmp_path / 'best.pth'), '--out', str(out), '--data', str(CLOTHING)]
     with pytest.raises(ValueError, match='the classes of the model'):
-        main([*arguments, '--workers', '0', '--sizes', '16'])
+        main([*arguments, '--workers', '0'])
     assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ('size', 'expected'), [((32, 48), [(8, 8), (16, 24), (32, 48), (32, 96)]), ((8, 8), [(8, 8), (8, 16)])]
-)
-def test_the_default_sizes_are_whole_patches_and_differ(size, expected):
-    model = timm.create_model('aft_conv_tiny', **TINY, pretrained_cfg_overlay={'input_size': (3, *size)})
-    assert default_sizes(model) == expected
