@@ -27,16 +27,9 @@ Use it for few heads; it loses no digits if the position bias is very negative.
 --int8 dynamic or static then replaces the weights and inputs of the projections of an onnx file by int8, by
 onnxruntime.quantization. --data is a folder of photographs: it prints how often the most likely class stays the same;
 static also chooses its scales from half of them.
-
---latency then times the file in onnxruntime against DeiT of the same width and against AFT-conv's other forms, in
-turns in one process, at --size and a batch of 1 or --batch. Ratios are speeds relative to DeiT, medians over the
-rounds: above 1 is faster than DeiT. The rows are written to OUT.latency.json. Attention is a single operator from
---opset 23 on, GELU from 20 on.
 """
 
 import argparse
-import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -80,13 +73,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--timmx-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='such as dynamic_batch=True'
     )
-    parser.add_argument('--latency', action='store_true', help='time the onnx file')
-    parser.add_argument('--threads', type=parse_positive, default=1, help='threads for --latency (default: 1)')
-    parser.add_argument('--rounds', type=parse_positive, default=15, help='rounds of --latency (default: 15)')
-    parser.add_argument('--allow-load', action='store_true', help='time even if other processes use the machine')
     args = parser.parse_args(argv)
     owners = {
-        'latency': ['onnx'],
         'int8': ['onnx'],
         'form': ['onnx', 'pt2'],
         'aten': ['pt2'],
@@ -99,9 +87,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for option, formats in owners.items():
         if getattr(args, option) != parser.get_default(option) and args.format not in formats:
             parser.error(f'--{option} belongs to --format {" or ".join(formats)}, got {args.format}')
-    for option in ('threads', 'rounds', 'allow_load'):
-        if getattr(args, option) != parser.get_default(option) and not args.latency:
-            parser.error(f'--{option.replace("_", "-")} belongs to --latency')
     if args.data and not args.int8:
         parser.error('--data belongs to --int8')
     if args.int8 == 'static' and not args.data:
@@ -127,15 +112,12 @@ from aft_vision.export import (
     export_onnx,
     export_pt2,
     export_with_timmx,
-    find_peer,
-    measure_latency,
     quantize_onnx,
 )
-from aft_vision.files import replacing, write_json
+from aft_vision.files import replacing
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.models.transfer_source import build_model
 from aft_vision.visualize import find_photographs, load_image
-from tools.machine import check_load, describe_machine
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -145,7 +127,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         ValueError: the checkpoint, the model or an option is not valid, the file differs from the model, or the result
             would overwrite the checkpoint or hide that of a run.
         ImportError: a package that the format needs is not installed.
-        OSError: --latency is given, and other processes use the machine.
     """
     args = parse_args(argv)
     named = args.model is not None and args.model.startswith('local-dir:')
@@ -154,15 +135,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
         raise ValueError(f'expected a folder for --format hf, got --out {args.out}, a file')
     if args.format in ('onnx', 'pt2') and args.out.is_dir():
         raise ValueError(f'expected a file for --format {args.format}, got --out {args.out}, a folder')
-    if args.latency and not args.allow_load:
-        check_load()
     model: Any
     if args.checkpoint:
         model = load_model(args.checkpoint)
     else:
         model = build_model(args.model, **{'pretrained': args.pretrained, **args.model_arg}).eval()
-    if args.latency:
-        find_peer(model)
     form = args.form or 'conv'
     shape = choose_shape(model, args.size, args.fixed_size, args.batch, form)
     if args.format == 'hf':
@@ -176,8 +153,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         write_program(model, shape, form, args)
     weights = ', with random weights' if args.model and not args.pretrained else ''
     print(f'{args.out} is written{weights}{describe(shape, args.format)}')
-    if args.latency:
-        time_file(model, shape, form, args)
     return args.out
 
 
@@ -206,33 +181,6 @@ def describe(shape: Shape, file_format: str) -> str:
         return ''
     sizes = f'{shape.size[0]} x {shape.size[1]} only' if shape.fixed_size else 'any height and width'
     return f': it takes {sizes}, {"any batch" if shape.batch is None else f"a batch of {shape.batch}"}'
-
-
-def time_file(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> None:
-    """Print the latency of the file and its peers, and write it next to the file."""
-    import onnxruntime
-
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure_latency(
-            model,
-            args.out,
-            Path(folder),
-            shape,
-            form=form,
-            opset=args.opset,
-            threads=args.threads,
-            rounds=args.rounds,
-            progress=sys.stderr.isatty(),
-        )
-    machine = f'{describe_machine("cpu")}; onnxruntime {onnxruntime.__version__} with {args.threads} threads'
-    images = f'{shape.batch or 1} x {shape.size[0]} x {shape.size[1]}'
-    print(f'{machine}; images {images}; median of {args.rounds} rounds')
-    print(f'{"file":18} {"ms":>9} {"ratio":>6}  middle half')
-    for row in rows:
-        low, high = row['ratio_range']
-        print(f'{row["name"]:18} {row["milliseconds"]:9.2f} {row["ratio"]:6.2f}  {low:.2f} to {high:.2f}')
-    result = {'machine': machine, 'images': images, 'opset': args.opset, 'rounds': args.rounds, 'rows': rows}
-    write_json(args.out.with_suffix('.latency.json'), result)
 
 
 if __name__ == '__main__':

@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -65,30 +64,6 @@ def test_a_name_of_timm_and_its_arguments_are_taken(tmp_path, capsys):
     assert sum(x.numel() for x in model.parameters()) == sum(x.numel() for x in made.parameters())
 
 
-def test_the_latency_is_printed_and_written(checkpoint, tmp_path, monkeypatch, capsys):
-    pytest.importorskip('onnxruntime')
-    row = {'name': 'deit_tiny', 'milliseconds': 2.5, 'ratio': 1.0, 'ratio_range': [0.75, 1.25]}
-    seen = []
-    monkeypatch.setattr(export, 'export_onnx', lambda *args, **kwargs: [])
-    monkeypatch.setattr(export, 'find_peer', lambda model: 'deit_tiny')
-    monkeypatch.setattr(export, 'measure_latency', lambda *args, **kwargs: seen.append((args[3], kwargs)) or [row])
-    options = ['--format', 'onnx', '--out', str(tmp_path / 'model.onnx'), '--latency', '--allow-load', '--threads', '2']
-    main(['--checkpoint', str(checkpoint), *options])
-    (shape, kwargs), shown = seen[0], capsys.readouterr().out
-    assert (shape.size, kwargs['threads'], kwargs['form']) == ((32, 32), 2, 'conv')
-    assert 'images 1 x 32 x 32' in shown
-    assert 'onnxruntime' in shown
-    assert '2.50   1.00  0.75 to 1.25' in shown
-    assert json.loads((tmp_path / 'model.latency.json').read_text())['rows'] == [row]
-
-
-def test_a_width_that_no_deit_has_is_refused_before_the_file_is_written(tmp_path):
-    options = ['--model', 'aft_conv_nano', '--format', 'onnx', '--out', str(tmp_path / 'model.onnx')]
-    with pytest.raises(ValueError, match='as wide as a DeiT, one of 192, 384, 768, got 128'):
-        main([*options, '--latency', '--allow-load'])
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ('photographs', 'message'),
     [(0, 'a folder with images, got .*photographs, which has none'), (1, 'needs 2 images or more')],
@@ -106,31 +81,21 @@ def test_a_file_without_int8_does_not_get_the_name_of_one_with_it(
     assert sorted(path.name for path in tmp_path.iterdir()) == ['best.pth', 'photographs']
 
 
-def test_a_loaded_machine_is_not_measured(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.5)
-    with pytest.raises(OSError, match='--allow-load'):
-        main(['--checkpoint', str(checkpoint), '--format', 'onnx', '--out', str(tmp_path / 'm.onnx'), '--latency'])
-
-
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
         (['--format', 'tflite'], "invalid choice: 'tflite' (choose from "),
-        (['--format', 'hf', '--latency'], '--latency belongs to --format onnx, got hf'),
         (['--format', 'onnx', '--aten'], '--aten belongs to --format pt2, got onnx'),
         (['--format', 'pt2', '--int8', 'dynamic'], '--int8 belongs to --format onnx, got pt2'),
         (['--format', 'onnx', '--int8', 'static'], '--int8 static needs --data'),
         (['--format', 'onnx', '--data', '.'], '--data belongs to --int8'),
-        (['--format', 'onnx', '--rounds', '3'], '--rounds belongs to --latency'),
-        (['--format', 'hf', '--allow-load'], '--allow-load belongs to --latency'),
         (['--format', 'openvino', '--form', 'conv'], '--form belongs to --format onnx or pt2, got openvino'),
         (['--format', 'onnx', '--timmx-arg', 'fp16=False'], '--timmx-arg belongs to a format of timmx, got onnx'),
         (['--format', 'onnx', '--model-arg', 'depth=2'], '--model-arg and --pretrained belong to --model'),
         (['--format', 'hf', '--batch', '4'], '--batch belongs to --format onnx or pt2, got hf'),
         (['--format', 'hf', '--tolerance', '0'], '--tolerance belongs to --format onnx or pt2, got hf'),
         (['--format', 'pt2', '--opset', '20'], '--opset belongs to --format onnx, got pt2'),
-        (['--format', 'onnx', '--latency', '--threads', '0'], 'argument --threads: expected a number from 1 on'),
-        (['--format', 'onnx', '--latency', '--rounds', '-1'], 'argument --rounds: expected a number from 1 on'),
+        (['--format', 'onnx', '--batch', '0'], 'argument --batch: expected a number from 1 on'),
     ],
 )
 def test_options_that_contradict_each_other_are_rejected(checkpoint, tmp_path, capsys, options, message):
