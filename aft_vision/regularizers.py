@@ -5,8 +5,6 @@ sum, and the correction exp(w) - 1 of AFT Eq. 6 is zero.
 """
 
 import copy
-from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 
 from aft_vision import ops
 from aft_vision.layers import AFTConv, StandardizedKernel
-from aft_vision.timing import time_interleaved
 
 
 def conv_mixers(model: nn.Module) -> list[AFTConv]:
@@ -196,42 +193,6 @@ def crop(model: nn.Module) -> nn.Module:
     cropped.load_state_dict(state)
     cropped.pretrained_cfg = copy.deepcopy(cfg)
     return cropped.eval()
-
-
-@torch.inference_mode()
-def time_windows(
-    model: nn.Module, windows: Sequence[int], grid: tuple[int, int], batch: int, rounds: int = 20
-) -> dict[int, dict[str, float]]:
-    """Time the forward operation of one AFT-conv layer with its kernel cropped to several windows.
-
-    The windows take turns within a round, so that other load on the machine affects all of them.
-
-    Args:
-        windows: Sides in tokens, odd.
-        grid: (H, W) in tokens.
-        batch: Images.
-        rounds: Timed calls of each, after one warm-up call.
-
-    Returns:
-        For each window `ms`, the median time, and `ratio`, the time relative to the whole kernel, compared within
-        rounds.
-
-    Raises:
-        ValueError: rounds is below 1, a window is even or larger than the kernel, or as `evaluated_kernels`.
-    """
-    mixer, kernel = conv_mixers(model)[0], evaluated_kernels(model)[0]
-    heads, whole = kernel.shape[:2]
-    wrong = [window for window in windows if window % 2 == 0 or not 1 <= window <= whole]
-    if wrong or rounds < 1:
-        raise ValueError(f'expected odd windows of at most {whole} and at least 1 round, got {list(windows)}, {rounds}')
-    # The others are compared with the first.
-    kernels = {window: crop_kernel(kernel, window).contiguous() for window in (whole, *windows)}
-    widths = (mixer.split_sizes[-1], heads, mixer.split_sizes[-1])
-    q, k, v = (torch.randn(batch, grid[0] * grid[1], width, device=kernel.device) for width in widths)
-    gate = q if mixer.query_gate else None
-    calls = [partial(ops.aft_conv, gate, k, v, cropped, grid) for cropped in kernels.values()]
-    timings = dict(zip(kernels, time_interleaved(calls, kernel.device, rounds), strict=True))
-    return {w: {'ms': 1e3 * timings[w].seconds, 'ratio': 1 / timings[w].ratio} for w in windows}
 
 
 def _raw_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from helpers import assert_close, randn
 from torch import Tensor, nn
 
-from aft_vision import ops, regularizers
+from aft_vision import regularizers
 from aft_vision.ops import reference
 from aft_vision.regularizers import (
     crop,
@@ -19,7 +19,6 @@ from aft_vision.regularizers import (
     smallest_window,
     sparsity_figures,
     threshold_that_keeps,
-    time_windows,
 )
 
 TINY: dict[str, Any] = dict(depth=2, embed_dim=16, num_heads=4, kernel_size=7, num_classes=3)
@@ -173,28 +172,6 @@ def test_a_cropped_model_has_the_type_of_the_model(dtype: torch.dtype):
     assert_close(cropped(x), pruned(x), 1e-12 if dtype == torch.float64 else 2e-2)
 
 
-def test_the_windows_of_an_operation_are_timed_in_turn(monkeypatch):
-    model = prune(make(), 0.0)
-    seen = []
-    original = ops.aft_conv
-    monkeypatch.setattr(ops, 'aft_conv', lambda *args: seen.append(args[3].shape[-1]) or original(*args))
-    clock = iter(range(1000))
-    monkeypatch.setattr('time.perf_counter', lambda: next(clock) ** 2)
-    times = time_windows(model, [3, 7], (4, 5), batch=2, rounds=3)
-    # Two of each that do not count, of which the second is timed, then three rounds; the timed call number n takes
-    # (2n + 1)^2 - (2n)^2 = 4n + 1 seconds.
-    assert seen == [7, 7, 3, 3, 7, 3, 3, 7, 7, 3]
-    whole, cropped = [9, 21, 25], [13, 17, 29]
-    assert times[3]['ms'] == 1e3 * 17
-    assert times[7] == {'ms': 1e3 * 21, 'ratio': 1.0}
-    # The whole kernel's times over the cropped one's are 9/13, 21/17 and 25/29.
-    assert times[3]['ratio'] == pytest.approx(cropped[2] / whole[2])
-
-
-def test_an_ungated_operation_is_timed_too():
-    assert time_windows(make(query_gate=False), [5], (4, 4), batch=1, rounds=1)[5]['ms'] > 0
-
-
 def vit() -> nn.Module:
     return timm.create_model('vit_tiny_patch16_224', depth=1, embed_dim=16, num_heads=2, img_size=32)
 
@@ -206,9 +183,6 @@ REJECTED = [
     (lambda: prune(make(), -0.1), 'threshold must be at least 0, got -0.1'),
     (lambda: threshold_that_keeps(make(), 0.0), r'must be in \(0, 1\], got 0.0'),
     (lambda: crop(nn.Sequential(make())), 'that timm.create_model made, got a Sequential of another origin'),
-    (lambda: time_windows(make(), [4], (4, 4), 1), r'odd windows of at most 7 and at least 1 round, got \[4\], 20'),
-    (lambda: time_windows(make(), [9], (4, 4), 1), r'odd windows of at most 7 .* got \[9\], 20'),
-    (lambda: time_windows(make(), [3], (4, 4), 1, rounds=0), r'at least 1 round, got \[3\], 0'),
 ]
 
 

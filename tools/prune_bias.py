@@ -13,10 +13,8 @@ evaluated in one pass over the images. A model with one offset per head (gumbel=
 model without global context (global_context=False) is an error, because there w = 0 is not neutral.
 
 Prints for each threshold the share of pruned entries, top-1, the offsets that a head keeps (mean, min, max), the
-smallest centred window with the offsets of all layers, the multiply-adds of the kept offsets relative to whole kernels,
-and the time of the operation with the cropped window relative to the whole kernel, on the model's token grid and a
-batch of --batch-size (the two take turns; median). The time is left out with --rounds 0, and on a busy machine unless
---allow-load is given. Writes prune_bias.json, which also has offsets, window and entropy of each layer, and
+smallest centred window with the offsets of all layers, and the multiply-adds of the kept offsets relative to whole
+kernels. Writes prune_bias.json, which also has offsets, window and entropy of each layer, and
 prune_bias.png (needs matplotlib). --save THRESHOLD also writes the model pruned at this threshold, cropped to that
 window, into the folder pruned/, which `timm.create_model('local-dir:DIR/pruned', pretrained=True)` loads.
 """
@@ -35,7 +33,6 @@ from tools.arguments import (
     add_overwrite,
     add_size,
     check_new,
-    parse_count,
 )
 
 
@@ -49,10 +46,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--save', type=float, metavar='THRESHOLD', help='write the model pruned at this threshold')
     add_license(parser)
     add_size(parser)
-    parser.add_argument(
-        '--rounds', type=parse_count, default=20, help='timings of the operation; 0 for none (default: 20)'
-    )
-    parser.add_argument('--allow-load', action='store_true', help='time even if other processes use the machine')
     add_device(parser)
     parser.add_argument('--out', type=Path, help='folder of the results (default: next to the checkpoint)')
     add_overwrite(parser)
@@ -79,12 +72,10 @@ from aft_vision.regularizers import (
     prune,
     sparsity_figures,
     threshold_that_keeps,
-    time_windows,
 )
 from aft_vision.sizes import check_image_size
 from aft_vision.visualize import new_figure, save_figure
 from tools.data import create_data_loader
-from tools.machine import check_load
 
 THRESHOLDS = [0.01, 0.03, 0.1, 0.3]
 
@@ -103,8 +94,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse_args(argv)
     out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
     check_new(args, out / 'prune_bias.json', out / 'prune_bias.png', *([] if args.save is None else [out / 'pruned']))
-    # Before the evaluation, which is load too.
-    args.rounds = args.rounds if may_time(args) else 0
     device = resolve_device(args.device)
     model: Any = load_model(args.checkpoint, device)
     # First: a model without them may have no grid of tokens either.
@@ -117,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     check_image_size(model, size)
     thresholds = choose_thresholds(model, args)
     loader, class_names = create_data_loader(model, size, args, device)
-    grid = model.patch_embed.dynamic_feat_size(size)
-    rows = measure(model, loader, thresholds, grid, args)
+    rows = measure(model, loader, thresholds)
     result = {
         'checkpoint': str(args.checkpoint),
         'data': args.name or args.data,
@@ -140,18 +128,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def may_time(args: argparse.Namespace) -> bool:
-    """Return whether times can be measured; if they were requested and cannot, print why."""
-    if args.allow_load or not args.rounds:
-        return True
-    try:
-        check_load()
-    except OSError as error:
-        print(f'the time of the operation is left out: {error}')
-        return False
-    return True
-
-
 def choose_thresholds(model: nn.Module, args: argparse.Namespace) -> list[float]:
     """Return the thresholds of the command line in ascending order, after 0 for the unpruned model."""
     chosen = args.thresholds or ([] if args.keep_fraction else THRESHOLDS)
@@ -159,38 +135,30 @@ def choose_thresholds(model: nn.Module, args: argparse.Namespace) -> list[float]
     return sorted({0.0, *chosen, *by_share, *([] if args.save is None else [args.save])})
 
 
-def measure(
-    model: nn.Module, loader: Any, thresholds: Sequence[float], grid: tuple[int, int], args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Evaluate the model pruned at all thresholds in one pass, and measure size and time of its kernels."""
+def measure(model: nn.Module, loader: Any, thresholds: Sequence[float]) -> list[dict[str, Any]]:
+    """Evaluate the model pruned at all thresholds in one pass, and measure the size of its kernels."""
     pruned = [prune(model, threshold) for threshold in thresholds]
     metrics = evaluate_all(pruned, loader, next(model.parameters()).device, progress=sys.stderr.isatty())
-    figures = [sparsity_figures(each) for each in pruned]
-    windows = sorted({each['window'] for each in figures})
-    times = time_windows(model, windows, grid, args.batch_size, args.rounds) if args.rounds else {}
     rows = []
-    for threshold, found, each in zip(thresholds, metrics, figures, strict=True):
+    for threshold, each, found in zip(thresholds, pruned, metrics, strict=True):
         accuracy: dict[str, Any] = {name: found[name] for name in ('top1', 'top5', 'loss', 'samples') if name in found}
-        cost = {f'op_{name}': value for name, value in times.get(each['window'], {}).items()}
-        rows.append({'threshold': threshold, **accuracy, **each, **cost})
+        rows.append({'threshold': threshold, **accuracy, **sparsity_figures(each)})
     return rows
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print one line per threshold."""
-    timed = 'op_ratio' in rows[0]
-    print('threshold  pruned %  top-1 %    offsets a head  window  multiply-adds' + '  time of op' * timed)
+    print('threshold  pruned %  top-1 %    offsets a head  window  multiply-adds')
     for row in rows:
         offsets = f'{row["offsets_mean"]:.1f} ({row["offsets_min"]}-{row["offsets_max"]})'
         print(
             f'{row["threshold"]:>9.4g}  {100 * row["sparsity"]:>8.2f}  {row["top1"]:>7.2f}  {offsets:>16}  '
             f'{row["window"]:>6}  {row["madds_sparse"] / row["madds_dense"]:>13.3f}'
-            + (f'  {row["op_ratio"]:>10.3f}' if timed else '')
         )
 
 
 def draw_cost(rows: Sequence[dict[str, Any]]) -> Any:
-    """Draw accuracy and the cost of the operation over the share of kept entries."""
+    """Draw accuracy and multiply-adds over the share of kept entries."""
     figure = new_figure(10, 4)
     accuracy, cost = figure.subplots(1, 2)
     kept = [100 * (1 - row['sparsity']) for row in rows]
@@ -202,16 +170,8 @@ def draw_cost(rows: Sequence[dict[str, Any]]) -> Any:
     accuracy.set(ylabel='top-1 accuracy (%)', title='numbers: threshold of |exp(w) - 1|; dashed: unpruned')
     accuracy.title.set_fontsize(9)
     for name, label in (('madds_sparse', 'kept offsets'), ('madds_window', 'cropped window of each layer')):
-        cost.plot(kept, [row[name] / row['madds_dense'] for row in rows], marker='o', label=f'multiply-adds, {label}')
-    if 'op_ratio' in rows[0]:
-        cost.plot(
-            kept,
-            [row['op_ratio'] for row in rows],
-            marker='s',
-            linestyle='--',
-            label='measured time, window of all layers',
-        )
-    cost.set_ylabel('cost of the operation relative to whole kernels')
+        cost.plot(kept, [row[name] / row['madds_dense'] for row in rows], marker='o', label=label)
+    cost.set_ylabel('multiply-adds relative to whole kernels')
     cost.legend(fontsize=8)
     for axes in (accuracy, cost):
         # The share may be 0, which a logarithmic axis cannot show.
