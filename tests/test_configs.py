@@ -21,7 +21,7 @@ from helpers import generator
 from torch import nn
 
 from aft_vision.fastformer import PRESETS
-from train.build import model_arguments
+from train.build import create_state, model_arguments
 from train.config import load_config
 from train.convert_schema import ConvertConfig
 from train.distributed import World
@@ -30,7 +30,6 @@ from train.fastformer.tasks import TASKS, load_text_config
 from train.schema import Config
 from train.sequence import Likelihood, build_sequence_model, create_sequence_state
 from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
-from train.state import create_state
 
 ROOT = Path(__file__).parents[1] / 'configs'
 CONFIGS = sorted(ROOT.rglob('*.yaml'))
@@ -268,10 +267,10 @@ def test_a_text_model_and_its_trainer_can_be_built(path, row, tmp_path):
 def rates(state) -> list[float]:
     """The learning rate at the first update of every epoch."""
     found = []
-    for epoch in range(state.config.schedule.epochs):
+    for epoch in range(state.schedule.epochs):
         found.append(state.optimizer.param_groups[-1]['lr'])
         state.scheduler.step_update((epoch + 1) * state.progress.updates_per_epoch)
-        state.scheduler.step(epoch + 1 - (state.config.schedule.step == 'deit'))
+        state.scheduler.step(epoch + 1 - (state.schedule.step == 'deit'))
     return found
 
 

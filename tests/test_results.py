@@ -1,6 +1,7 @@
 """The pages of docs/results from their data, and runs that are kept there."""
 
 import csv
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -112,7 +113,7 @@ def make_recall(folder: Path, *overrides: str) -> Path:
     """Write the folder of a run as the trainer does: the resolved experiment and the result."""
     folder.mkdir()
     config = load_config(ROOT / 'configs' / 'small' / 'recall.yaml', list(overrides), RecallConfig)
-    save_config(config, folder / 'config.yaml')
+    save_config(dataclasses.asdict(config), folder / 'config.yaml')
     result = {'valid_accuracy': 99.5, 'test_accuracy': 99.25, 'test_bits': 1.5, 'updates': 400, 'parameters': 137024}
     (folder / 'result.json').write_text(json.dumps(result))
     return folder

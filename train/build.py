@@ -1,62 +1,222 @@
-"""Builders for the parts of a run: loaders, model and training state."""
+"""The resolution of an experiment: the arguments of its loaders, model, optimizer and schedule, and what they build.
 
-from collections.abc import Iterator, Sequence
+Nothing that is built here knows the experiment: a TrainState has the sections of its loop, and the record of the
+checkpoints.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
 from timm.models import PretrainedCfg
-from timm.utils import random_seed
+from timm.optim import create_optimizer_v2
+from timm.task import TrainingTask
+from timm.utils import random_seed, unwrap_model
 from torch import nn
 
-from aft_vision.data import Loaders, Preprocessing, create_eval_loader, create_loaders
+from aft_vision.data import (
+    BatchAugmentation,
+    Loaders,
+    NativeShape,
+    PatchAugmentation,
+    Preprocessing,
+    SizeSchedule,
+    create_eval_loader,
+    create_loaders,
+)
 from aft_vision.data.datasets import MissingSplitError
 from aft_vision.evaluate import check_classes
 from aft_vision.models.checkpoint import initialize_model, load_model
 from aft_vision.models.transfer_source import build_model
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST, describe_samples
-from train.distill import load_teacher
+from train.distill import create_task, load_teacher
 from train.distributed import World
 from train.mismatch import naming_model_keys, stated_by_file, stated_by_name
 from train.model_section import WEIGHT_KEYS, build_on_meta, native_shape
-from train.schema import Config
-from train.state import TrainState, create_state
+from train.objective import Batch, Classification, Objective
+from train.regularize import KernelRegularization
+from train.schedule import create_schedule
+from train.schema import Config, Experiment, RegularizeConfig, require
+from train.state import Progress, TrainState
 
 
-def build_state(config: Config, loaders: Loaders, world: World) -> tuple[TrainState, dict[str, Any]]:
+class Images(NamedTuple):
+    """The images of an experiment, with the shapes that its model has and the normalisation of its weights.
+
+    Attributes:
+        training: (H, W) of the training images in pixels, the shape of each image itself, or a schedule of sizes.
+        evaluation: Preprocessing of the validation images.
+        described: This preprocessing as the entry `data_config` of a checkpoint.
+    """
+
+    training: tuple[int, int] | NativeShape | SizeSchedule
+    evaluation: Preprocessing
+    described: dict[str, Any]
+
+
+def resolve_images(config: Config, checkpoint: str | Path | None = None) -> Images:
+    """Return the images of an experiment.
+
+    Args:
+        checkpoint: The weights; None for those of `run.init_from`, otherwise of the name of the model.
+    """
+    data, start, native = config.data, checkpoint or config.run.init_from, native_shape(config)
+    if start is None:
+        cfg: Any = (timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()).to_dict()
+    else:
+        # Building the model takes random numbers, which a run must not depend on.
+        with torch.random.fork_rng(devices=[]):
+            cfg = load_model(start).pretrained_cfg
+    known = {**cfg, **_overlay(config)}
+    size = data.eval_img_size or data.img_size
+    evaluation = Preprocessing(native or size, data.crop_pct, known['mean'], known['std'])
+    described = {'input_size': (3, *size), 'crop_pct': data.crop_pct, 'interpolation': 'bicubic'}
+    described |= {'mean': tuple(known['mean']), 'std': tuple(known['std'])}
+    return Images(native or config.size_schedule or data.img_size, evaluation, described)
+
+
+def build_loaders(config: Config, images: Images, world: World) -> Loaders:
+    """Build the loaders of this process."""
+    with _advising_share():
+        return create_loaders(
+            config.data,
+            images.training,
+            config.data.batch_size,
+            evaluation=images.evaluation,
+            eval_batch_size=config.data.eval_batch_size,
+            augment=config.augment,
+            share=world.share(config.optim.accumulate),
+            seed=config.run.seed,
+            num_workers=config.data.num_workers,
+            device=world.device,
+        )
+
+
+def build_state(config: Config, images: Images, loaders: Loaders, world: World) -> tuple[TrainState, dict[str, Any]]:
     """Build the model and its training state, and the description that rebuilds the model from a checkpoint."""
-    class_names = loaders.class_names
-    name, kwargs = model_arguments(config, num_classes=len(class_names))
+    class_names, run = loaders.class_names, config.run
     # Before seeding, so that the initial weights do not depend on the teacher.
     teacher = None
     if config.distill.teacher is not None:
-        teacher = load_teacher(config.distill, class_names, training_sizes(config))
-    random_seed(config.run.seed)
-    start = config.run.init_from
-    model: Any = _build_with_weights(
-        config, name, {**kwargs, 'pretrained': bool(kwargs.get('pretrained')) and start is None}
-    )
-    check_image_sizes(model, config)
-    if start is not None:
-        with naming_model_keys(config.model, model.state_dict, lambda: stated_by_file(start)):
-            initialize_model(model, start, config.run.reset_head)
-    elif config.run.reset_head:
+        teacher = load_teacher(config.distill, class_names, config.data.training_sizes)
+    random_seed(run.seed)
+    model = _build_with_weights(config, len(class_names), run.init_from, reset_head=run.reset_head)
+    if run.reset_head and run.init_from is None:
         model.reset_classifier(len(class_names))
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
-    state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher)
-    rebuild = {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS}
-    cfg: Any = model.pretrained_cfg
-    described: dict[str, Any] = {'model_name': name, 'model_kwargs': rebuild, 'class_names': class_names}
-    described |= {'license': cfg.get('license'), 'data': describe_samples(loaders.train)}
-    return state, {**described, 'data_config': described_preprocessing(config)}
+    state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher, images.training)
+    name, kwargs = model_arguments(config, len(class_names))
+    return state, {
+        'model_name': name,
+        'model_kwargs': {key: value for key, value in kwargs.items() if key not in WEIGHT_KEYS},
+        'class_names': class_names,
+        'license': model.pretrained_cfg.get('license'),
+        'data': describe_samples(loaders.train),
+        'data_config': images.described,
+    }
+
+
+def build_evaluation(config: Config, checkpoint: str | Path | None, world: World) -> tuple[nn.Module, Any]:
+    """Build the model for `--eval`, with its weights, and the validation loader of this process.
+
+    Args:
+        checkpoint: The weights; None for those of the name of the model.
+
+    Raises:
+        ValueError: the weights cannot be read, or are for other classes or another model.
+    """
+    with _advising_share():
+        loader, class_names = create_eval_loader(
+            config.data,
+            resolve_images(config, checkpoint).evaluation,
+            config.data.eval_batch_size or config.check_parts(world.size),
+            share=world.share(config.optim.accumulate),
+            num_workers=config.data.num_workers,
+            device=world.device,
+        )
+    if checkpoint is None:
+        _check_pretrained_classes(config, class_names)
+    else:
+        check_classes(load_model(checkpoint), class_names, config.data.name or config.data.dir)
+    return _build_with_weights(config, len(class_names), checkpoint, transfer=False).to(world.device), loader
+
+
+def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, Any]]:
+    """Return the name of the model and all keyword arguments that rebuild it."""
+    kwargs = {'num_classes': num_classes, **config.model}
+    name = kwargs.pop('name')
+    # Only a fixed-size model gets the size, as in timm's scripts.
+    if getattr(timm.get_pretrained_cfg(name), 'fixed_input_size', False):
+        kwargs.setdefault('img_size', list(config.data.img_size))
+    return name, kwargs
+
+
+def _build_with_weights(config: Config, num_classes: int, start: str | Path | None, **options: Any) -> Any:
+    """Build the model, with the weights of `start`, or without it with those of its name if model.pretrained is true.
+
+    Args:
+        options: Further arguments of `initialize_model`.
+    """
+    name, kwargs = model_arguments(config, num_classes)
+    weights = (lambda: stated_by_name(config.model)) if start is None else (lambda: stated_by_file(start))
+    with naming_model_keys(config.model, lambda: build_on_meta(config.model).state_dict(), weights):
+        model = build_model(name, **{**kwargs, 'pretrained': start is None and bool(kwargs.get('pretrained'))})
+        check_image_sizes(model, config)
+        if start is not None:
+            initialize_model(model, start, **options)
+    return model
+
+
+def check_image_sizes(model: nn.Module, config: Config) -> None:
+    """Raise a ValueError unless a model supports all image sizes of the run."""
+    training, evaluated = config.data.training_sizes, config.data.eval_img_size or config.data.img_size
+    key = 'data.img_size' if config.data.train_sizes is None else 'data.train_sizes'
+    for name, size in [*((key, each) for each in training), ('data.eval_img_size', evaluated)]:
+        try:
+            check_image_size(model, size)
+        except ValueError as error:
+            raise ValueError(f'{name}: {error}') from error
+    sizes = {*training, evaluated}
+    if len(sizes) > 1 and has_fixed_input_size(model):
+        raise ValueError(
+            f'expected one image size, because {config.model["name"]} has a fixed one, got {sorted(sizes)}; '
+            'set model.dynamic_img_size=true'
+        )
+
+
+def _overlay(config: Config) -> dict[str, Any]:
+    return config.model.get('pretrained_cfg_overlay') or {}
+
+
+def _check_pretrained_classes(config: Config, class_names: Sequence[str]) -> None:
+    # timm silently replaces the classifier of a model with another number of classes.
+    stated = getattr(timm.get_pretrained_cfg(config.model['name']), 'num_classes', None)
+    classes = _overlay(config).get('num_classes', stated)
+    if classes not in (None, -1, len(class_names)):
+        raise ValueError(f'expected a data set of {classes} classes, as the weights have, got {len(class_names)}')
+
+
+@contextmanager
+def _advising_share() -> Iterator[None]:
+    try:
+        yield
+    except MissingSplitError as error:
+        raise ValueError(f'{error}; data.val_share=0.1 holds out a tenth of the training images') from error
+
+
+def published_weights(config: Config) -> str:
+    """Name the weights of model.pretrained=true."""
+    return _overlay(config).get('file') or f'the weights of {config.model["name"]}'
 
 
 def describe_start(config: Config) -> str:
     """Describe the weights that a run starts from; '' for random ones."""
-    start = config.run.init_from or (_published(config) if config.model.get('pretrained') else '')
+    start = config.run.init_from or (published_weights(config) if config.model.get('pretrained') else '')
     return f'from {start}{", with a new classifier" if config.run.reset_head else ""}' if start else ''
 
 
@@ -77,143 +237,118 @@ def evaluated_checkpoint(config: Config, run_dir: Path, start_first: bool = Fals
     return config.run.init_from
 
 
-def describe_evaluated(config: Config, checkpoint: str | Path | None) -> str:
-    """Name the weights that `--eval` evaluates."""
-    return f'evaluates {checkpoint or _published(config)}'
-
-
-def build_evaluation(config: Config, checkpoint: str | Path | None, world: World) -> tuple[nn.Module, Any]:
-    """Build the model for `--eval`, with its weights, and the validation loader of this process.
+def create_state(
+    model: nn.Module,
+    config: Config,
+    updates_per_epoch: int,
+    num_classes: int,
+    world: World,
+    teacher: nn.Module | None = None,
+    size: tuple[int, int] | NativeShape | SizeSchedule | None = None,
+) -> TrainState:
+    """Move a classifier to the device and build its optimizer, schedule, loss and moving average.
 
     Args:
-        checkpoint: The weights; None for those of the name of the model.
+        teacher: The model that `distill.teacher` names.
+        size: `training` of the Images; None for `data.img_size`.
 
     Raises:
-        ValueError: the weights cannot be read, or are for other classes or another model.
+        ValueError: `optim.args` do not fit the optimizer, `distill.kind` or `regularize` do not fit the model, or
+            `optim.bce_target_thresh` makes all classes targets.
     """
-    with _advising_share():
-        loader, class_names = create_eval_loader(
-            config.data,
-            preprocessing_of(config, checkpoint),
-            config.data.eval_batch_size or config.check_parts(world.size),
-            share=world.share(config.optim.accumulate),
-            num_workers=config.data.num_workers,
-            device=world.device,
-        )
-    name, kwargs = model_arguments(config, num_classes=len(class_names))
-    if checkpoint is None:
-        _check_pretrained_classes(config, class_names)
-    else:
-        check_classes(load_model(checkpoint), class_names, config.data.name or config.data.dir)
-    model = _build_with_weights(config, name, {**kwargs, 'pretrained': checkpoint is None})
-    check_image_sizes(model, config)
-    if checkpoint is not None:
-        with naming_model_keys(config.model, model.state_dict, lambda: stated_by_file(checkpoint)):
-            initialize_model(model, checkpoint, transfer=False)
-    return model.to(world.device), loader
+    size = size or config.data.img_size
+    augmentation = PatchAugmentation if isinstance(size, NativeShape) else BatchAugmentation
+    threshold, smoothing = config.optim.bce_target_thresh, config.optim.label_smoothing
+    augment = augmentation(config.augment, num_classes, smoothing, world.device)
+    if threshold is not None:
+        least = smoothing / num_classes
+        wanted = f'above optim.label_smoothing / {num_classes} classes ({least:g}), the target of all other classes'
+        require('optim.bce_target_thresh', threshold, threshold > least or smoothing == 0, wanted)
+    # Mixing already smooths the targets.
+    loss = {
+        'loss_type': config.optim.loss,
+        'bce_target_thresh': threshold,
+        'smoothing': smoothing,
+        'soft_targets': config.augment.mixes,
+    }
+    objective = Classification(size.sizes[0] if isinstance(size, SizeSchedule) else size, num_classes)
+    regularization = KernelRegularization(model, config.regularize, config.schedule.epochs * updates_per_epoch)
+    task = create_task(model, config.distill, loss, world.device, teacher)
+    return assemble_state(task, config, objective, augment, updates_per_epoch, world, regularization)
 
 
-def _published(config: Config) -> str:
-    """Name the weights of model.pretrained=true."""
-    overlay = config.model.get('pretrained_cfg_overlay') or {}
-    return overlay.get('file') or f'the weights of {config.model["name"]}'
-
-
-def _build_with_weights(config: Config, name: str, kwargs: dict[str, Any]) -> nn.Module:
-    """Build the model, with the weights of its name if model.pretrained is true."""
-    with naming_model_keys(
-        config.model, lambda: build_on_meta(config.model).state_dict(), lambda: stated_by_name(config.model)
-    ):
-        return build_model(name, **kwargs)
-
-
-def _check_pretrained_classes(config: Config, class_names: Sequence[str]) -> None:
-    # timm silently replaces the classifier of a model with another number of classes.
-    overlay = config.model.get('pretrained_cfg_overlay') or {}
-    classes = overlay.get('num_classes', getattr(timm.get_pretrained_cfg(config.model['name']), 'num_classes', None))
-    if classes not in (None, -1, len(class_names)):
-        raise ValueError(f'expected a data set of {classes} classes, as the weights have, got {len(class_names)}')
-
-
-def training_sizes(config: Config) -> list[tuple[int, int]]:
-    """Return all sizes (H, W) of training images, in pixels."""
-    sides = config.data.train_sizes
-    return [config.data.img_size] if sides is None else [(side, side) for side in sides]
-
-
-def check_image_sizes(model: nn.Module, config: Config) -> None:
-    """Raise a ValueError unless a model supports all image sizes of the run."""
-    training, evaluated = training_sizes(config), config.data.eval_img_size or config.data.img_size
-    key = 'data.img_size' if config.data.train_sizes is None else 'data.train_sizes'
-    for name, size in [*((key, each) for each in training), ('data.eval_img_size', evaluated)]:
-        try:
-            check_image_size(model, size)
-        except ValueError as error:
-            raise ValueError(f'{name}: {error}') from error
-    sizes = [*training, evaluated]
-    if len(set(sizes)) > 1 and has_fixed_input_size(model):
-        raise ValueError(
-            f'expected one image size, because {config.model["name"]} has a fixed one, got {sorted(set(sizes))}; '
-            'set model.dynamic_img_size=true'
-        )
-
-
-def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, Any]]:
-    """Return the name of the model and all keyword arguments that rebuild it."""
-    kwargs = {'num_classes': num_classes, **config.model}
-    name = kwargs.pop('name')
-    # Only a fixed-size model gets the size, as in timm's scripts.
-    if getattr(timm.get_pretrained_cfg(name), 'fixed_input_size', False):
-        kwargs.setdefault('img_size', list(config.data.img_size))
-    return name, kwargs
-
-
-def build_loaders(config: Config, world: World) -> Loaders:
-    """Build the loaders of this process, with the normalisation of the weights."""
-    with _advising_share():
-        return create_loaders(
-            config.data,
-            native_shape(config) or config.size_schedule or config.data.img_size,
-            config.data.batch_size,
-            evaluation=preprocessing_of(config),
-            eval_batch_size=config.data.eval_batch_size,
-            augment=config.augment,
-            share=world.share(config.optim.accumulate),
-            seed=config.run.seed,
-            num_workers=config.data.num_workers,
-            device=world.device,
-        )
-
-
-@contextmanager
-def _advising_share() -> Iterator[None]:
-    try:
-        yield
-    except MissingSplitError as error:
-        raise ValueError(f'{error}; data.val_share=0.1 holds out a tenth of the training images') from error
-
-
-def described_preprocessing(config: Config) -> dict[str, Any]:
-    """Return the preprocessing of the validation images as an entry `data_config` of a checkpoint."""
-    size = config.data.eval_img_size or config.data.img_size
-    known = preprocessing_of(config)
-    described = {'input_size': (3, *size), 'crop_pct': known.crop_pct, 'interpolation': 'bicubic'}
-    return {**described, 'mean': tuple(known.mean), 'std': tuple(known.std)}
-
-
-def preprocessing_of(config: Config, checkpoint: str | Path | None = None) -> Preprocessing:
-    """Return the preprocessing of the validation images, with the normalisation of the weights.
+def assemble_state(
+    task: TrainingTask,
+    config: Experiment,
+    objective: Objective,
+    augment: Callable[..., Batch],
+    updates_per_epoch: int,
+    world: World,
+    regularization: KernelRegularization | None = None,
+) -> TrainState:
+    """Build the optimizer, schedule and moving average of a task whose model is on the device.
 
     Args:
-        checkpoint: The weights; None for those of `run.init_from`, otherwise of the name of the model.
+        regularization: Regularisation of the kernels of AFT-conv; none by default.
+
+    Raises:
+        ValueError: `optim.args` do not fit the optimizer, or the model does not support gradient checkpointing.
     """
-    start = checkpoint or config.run.init_from
-    if start is None:
-        cfg: Any = (timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()).to_dict()
-    else:
-        # Building the model takes random numbers, which a run must not depend on.
-        with torch.random.fork_rng(devices=[]):
-            cfg = load_model(start).pretrained_cfg
-    known = {**cfg, **(config.model.get('pretrained_cfg_overlay') or {})}
-    size = native_shape(config) or config.data.eval_img_size or config.data.img_size
-    return Preprocessing(size, config.data.crop_pct, known['mean'], known['std'])
+    device, run, model = world.device, config.run, unwrap_model(task.get_eval_model())
+    if run.grad_checkpointing:
+        _set_grad_checkpointing(model)
+    optimizer = _create_optimizer(task, config)
+    if config.ema.decay is not None:
+        task.setup_ema(decay=config.ema.decay, use_warmup=config.ema.warmup)
+    if run.compile:
+        # A graph for each size: inductor cannot compile the gradient of every model at an open one.
+        task.compile(dynamic=False if config.size_schedule else None)
+    if world.is_distributed:
+        task.prepare_distributed(device_ids=None if device.type == 'cpu' else [device])
+    return TrainState(
+        record=dataclasses.asdict(config),
+        batch_size=config.data.batch_size,
+        optim=config.optim,
+        schedule=config.schedule,
+        ema_warmup=config.ema.warmup,
+        run=run,
+        world=world,
+        task=task,
+        objective=objective,
+        augment=augment,
+        optimizer=optimizer,
+        scheduler=create_schedule(optimizer, config.schedule, updates_per_epoch),
+        scaler=torch.amp.GradScaler(device.type, enabled=run.amp == 'float16'),
+        regularization=regularization or KernelRegularization(model, RegularizeConfig(), 1),
+        progress=Progress(updates_per_epoch, objective.worst),
+    )
+
+
+def _set_grad_checkpointing(model: Any) -> None:
+    try:
+        model.set_grad_checkpointing()
+    # A model without checkpointing, or a timm model that rejects it.
+    except (AttributeError, AssertionError) as error:
+        raise ValueError(
+            f'expected run.grad_checkpointing to be false for a {type(model).__name__}, got true: {error}'
+        ) from error
+
+
+def _create_optimizer(task: TrainingTask, config: Experiment) -> torch.optim.Optimizer:
+    trained: Any = task.get_trainable_module()
+    optim = config.optim
+    try:
+        return create_optimizer_v2(
+            trained,
+            opt=optim.name,
+            lr=config.peak_lr,
+            weight_decay=optim.weight_decay,
+            layer_decay=optim.layer_decay,
+            **optim.args,
+        )
+    except (TypeError, ValueError, AssertionError, LookupError, RuntimeError) as error:
+        decay = f' and optim.layer_decay = {optim.layer_decay}' if optim.layer_decay is not None else ''
+        raise ValueError(
+            f'expected optim.args of the optimizer {optim.name}, got {optim.args}{decay}: '
+            f'{str(error) or type(error).__name__}'
+        ) from error

@@ -1,7 +1,6 @@
 """Checkpoints that are never half-written."""
 
 import contextlib
-import dataclasses
 import fcntl
 import hashlib
 import logging
@@ -21,7 +20,6 @@ from torch.utils.data import IterableDataset
 from aft_vision.files import BEST, LAST, older, replacing
 from aft_vision.models.checkpoint import read_checkpoint
 from train.config import continues
-from train.schema import Experiment
 from train.state import TrainState
 
 LOCK = '.lock'
@@ -249,7 +247,7 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
         )
     if list(content['class_names']) != list(class_names):
         raise ValueError(f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others')
-    changes = [*_data_changes(content, data, path), *_changes(content, state.config, state.world.size)]
+    changes = [*_data_changes(content, data, path), *_changes(content, state.record, state.world.size)]
     try:
         state.load_state_dict(content, source=str(path))
     except ValueError as error:
@@ -290,14 +288,13 @@ def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -
     return [change if was else 'a data set that cannot be compared, as the checkpoint says nothing about its own']
 
 
-def _changes(content: dict[str, Any], config: Experiment, world_size: int) -> list[str]:
+def _changes(content: dict[str, Any], record: dict[str, Any], world_size: int) -> list[str]:
     """Return the differences between a run and the one that it resumes."""
-    # A checkpoint of an earlier version lacks newer sections, which had no effect then.
-    before = {**dataclasses.asdict(type(config)()), **content['config'], 'world_size': content['world_size']}
-    now = {**dataclasses.asdict(config), 'world_size': world_size}
+    before = {**content['config'], 'world_size': content['world_size']}
     found = []
-    for section, value in now.items():
-        old = before.get(section)
+    for section, value in {**record, 'world_size': world_size}.items():
+        # A checkpoint of an earlier version lacks newer sections.
+        old = before.get(section, value)
         if not isinstance(value, dict):
             pairs = {section: (old, value)}
         else:

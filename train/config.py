@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -119,16 +119,16 @@ def continues(folder: Path, where: str | None) -> bool:
     return folder.resolve() == (place if place.is_dir() else place.parent)
 
 
-def save_config(config: Experiment, path: str | Path) -> None:
-    """Write the resolved experiment, which `load_config` reads.
+def save_config(record: Mapping[str, Any], path: str | Path) -> None:
+    """Write the resolved experiment, from `dataclasses.asdict`, which `load_config` reads.
 
     run.overwrite, and run.resume where it continues the run in the folder of the file, are left out: they were meant
     for that folder, and the file with another run.dir repeats the run.
     """
-    resume = None if continues(Path(path).parent, config.run.resume) else config.run.resume
-    config = dataclasses.replace(config, run=dataclasses.replace(config.run, overwrite=False, resume=resume))
+    run = record['run']
+    resume = None if continues(Path(path).parent, run['resume']) else run['resume']
     with replacing(path) as file:
-        file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        file.write_text(OmegaConf.to_yaml({**record, 'run': {**run, 'overwrite': False, 'resume': resume}}))
 
 
 def all_keys(schema: type, arguments: type) -> list[str]:

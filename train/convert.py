@@ -18,7 +18,7 @@ starts a new one; a stage to resume that began with other weights than it would 
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -47,9 +47,8 @@ from aft_vision.models.transfer_source import build_model, set_license
 from train.build import (
     build_loaders,
     build_state,
-    described_preprocessing,
     model_arguments,
-    training_sizes,
+    resolve_images,
 )
 from train.checkpoint import find_latest, holds_run, lock_run, remove_run
 from train.config import load_config, save_config
@@ -91,17 +90,17 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     config = replace(config, run=replace(config.run, dir=str(folder)))
     refuse_other_runs(folder)
     for name in STAGES:
-        check_run_dir(folder / name, config)
+        check_run_dir(folder / name, config.run)
     stages = place_stages(replace(config, model=keep_attention(config)), folder)
     experiment, state = folder / 'config.yaml', None
     with join_world(config) as world, lock_run(folder) if world.is_primary else nullcontext():
-        loaders = build_loaders(config, world)
+        loaders = build_loaders(config, resolve_images(config), world)
         complete = check_stages(stages, loaders, world)
         if world.is_primary:
             write_copy(stages[0], config.distill, loaders.class_names)
             # That of a complete conversion says how it was made.
             if not complete:
-                save_config(config, experiment)
+                save_config(asdict(config), experiment)
             if config.run.resume is None:
                 remove_stages(folder)
         for stage in stages:
@@ -179,7 +178,8 @@ def check_stages(stages: Sequence[Config], loaders: Loaders, world: World) -> bo
     """
     for stage, later in zip_longest(stages, stages[1:]):
         # The weights that it begins with may not be there yet.
-        state, _ = build_state(replace(stage, run=replace(stage.run, init_from=None)), loaders, world)
+        fresh = replace(stage, run=replace(stage.run, init_from=None))
+        state, _ = build_state(fresh, resolve_images(fresh), loaders, world)
         if stage.run.resume is None or not holds_run(folder_of(later or stage)):
             continue
         found = find_latest(folder_of(stage))
@@ -229,7 +229,7 @@ def write_copy(stage: Config, distill: DistillConfig, class_names: Sequence[str]
     """
     model = copy_teacher(stage, distill, class_names)
     # The file of run.init_from is the one to write.
-    preprocessing = described_preprocessing(replace(stage, run=replace(stage.run, init_from=None)))
+    preprocessing = resolve_images(replace(stage, run=replace(stage.run, init_from=None))).described
     if stage.run.resume is not None:
         with tempfile.TemporaryDirectory() as place:
             export_model(model, place, class_names, preprocessing)
@@ -241,7 +241,7 @@ def copy_teacher(config: Config, distill: DistillConfig, class_names: Sequence[s
     """Build the model with the teacher's weights; a classifier of other classes than the data set's is left out."""
     name, kwargs = model_arguments(config, num_classes=len(class_names))
     only = DistillConfig(teacher=distill.teacher, teacher_args=distill.teacher_args, kind='blocks')
-    teacher: Any = load_teacher(only, class_names, training_sizes(config))
+    teacher: Any = load_teacher(only, class_names, config.data.training_sizes)
     random_seed(config.run.seed)
     model: Any = build_model(name, **kwargs)
     source = select_blocks(teacher.state_dict(), pair_models(model, teacher))

@@ -56,7 +56,7 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(reached.updates_of_epoch)
         found[state.objective.unit] = [draw.image for draw in draws]
-        found |= _watch(state, _parts(loader, draws, state.config.optim.accumulate))
+        found |= _watch(state, _parts(loader, draws, state.optim.accumulate))
     path = folder / f'nonfinite-{reached.updates + 1}-rank{world.rank}.json'
     write_json(path, found)
     return path

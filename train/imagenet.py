@@ -17,7 +17,7 @@ on the command line, else best.pth in the folder of the run, else those that the
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ from train.build import (
     build_evaluation,
     build_loaders,
     build_state,
-    describe_evaluated,
     describe_start,
     evaluated_checkpoint,
+    published_weights,
+    resolve_images,
 )
 from train.checkpoint import BEST, lock_run
 from train.config import load_config
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     config = load_config(args.config, args.overrides)
     run_dir = find_run_dir(config, args.config)
     if not args.eval:
-        check_run_dir(run_dir, config)
+        check_run_dir(run_dir, config.run)
     with join_world(config) as world:
         if args.eval:
             start_first = bool(typed_text(args.config, args.overrides, 'run.init_from'))
@@ -92,11 +93,13 @@ def train_classifier(
     Returns:
         The final state.
     """
-    loaders = build_loaders(config, world)
+    images = resolve_images(config)
+    loaders = build_loaders(config, images, world)
     if world.is_primary:
         print(loaders.description)
-    config = with_min_updates(config, len(loaders.train) // config.optim.accumulate)
-    state, description = build_state(config, loaders, world)
+    schedule = with_min_updates(config.schedule, len(loaders.train) // config.optim.accumulate)
+    config = replace(config, schedule=schedule)
+    state, description = build_state(config, images, loaders, world)
     start = describe_start(config)
     if world.is_primary and start:
         print(start)
@@ -119,7 +122,7 @@ def evaluate_weights(
     """
     model, loader = build_evaluation(config, checkpoint, world)
     if world.is_primary:
-        print(describe_evaluated(config, checkpoint))
+        print(f'evaluates {checkpoint or published_weights(config)}')
     metrics = evaluate(
         model,
         loader,
@@ -139,13 +142,13 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
     """Export the best weights with their preprocessing, draw the curves, and print the files of the run."""
     model = load_model(run_dir / BEST)
     export_model(model, run_dir / 'export', description['class_names'], description['data_config'])
-    targets = describe_targets(asdict(state.config))
+    targets = describe_targets(state.record)
     save_figure(draw_history(state.progress.history, targets), run_dir / 'curves.png')
     print(f'best top-1 {state.progress.best:.1f} %; in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
     print('  summary.csv         every epoch    curves.png  the figures as plots')
     print('  config.yaml         to repeat the run', end='')
-    print('    tensorboard/  for tensorboard --logdir' if state.config.run.tensorboard else '')
+    print('    tensorboard/  for tensorboard --logdir' if state.run.tensorboard else '')
 
 
 if __name__ == '__main__':

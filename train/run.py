@@ -12,7 +12,7 @@ from train.config import continues, save_config
 from train.convert_schema import STAGES
 from train.distributed import World
 from train.engine import fit, is_complete
-from train.schema import Experiment
+from train.schema import Experiment, RunConfig
 from train.state import TrainState
 from train.throughput import measure_throughput, settle_buckets
 
@@ -30,10 +30,10 @@ def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> P
     return root / (file.resolve().parent.name if file.name == 'config.yaml' else file.stem)
 
 
-def check_run_dir(run_dir: Path, config: Experiment) -> None:
+def check_run_dir(run_dir: Path, run: RunConfig) -> None:
     """Raise a FileExistsError for a folder with a conversion, or with a run that is neither resumed nor overwritten."""
-    if holds_run(run_dir) and not (config.run.overwrite or continues(run_dir, config.run.resume)):
-        other = '' if config.run.resume is None else f', not that of run.resume={config.run.resume}'
+    if holds_run(run_dir) and not (run.overwrite or continues(run_dir, run.resume)):
+        other = '' if run.resume is None else f', not that of run.resume={run.resume}'
         raise FileExistsError(
             f'expected a new folder, got {run_dir}, which holds a run{other}; set run.dir, run.resume=auto to go on '
             'with it, or run.overwrite=true'
@@ -61,7 +61,7 @@ def train_run(
             not share the folder of the run.
         SystemExit: a signal stopped the run; its state is saved.
     """
-    run, world = state.config.run, state.world
+    run, world = state.run, state.world
     _check_shared(run_dir, world)
     if run.resume is not None:
         resume(state, run_dir, run.resume, loaders.class_names, description['data'])
@@ -78,7 +78,7 @@ def train_run(
                 'its weights'
             )
     # Again: a run that another process began and ended since the first check is not to be removed.
-    check_run_dir(run_dir, state.config)
+    check_run_dir(run_dir, run)
     world.wait()
     # The config of a complete run says how it was trained. Every process asks, since they agree on the time.
     keeps_config = continues(run_dir, run.resume) and is_complete(state)
@@ -120,11 +120,11 @@ def _begin(run_dir: Path, state: TrainState, keeps_config: bool) -> None:
     # The curves are drawn at the end; report a missing package now.
     new_figure(1, 1)
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not continues(run_dir, state.config.run.resume):
+    if not continues(run_dir, state.run.resume):
         remove_run(run_dir)
     if not keeps_config:
-        save_config(state.config, run_dir / 'config.yaml')
+        save_config(state.record, run_dir / 'config.yaml')
     parameters = sum(parameter.numel() for parameter in state.model.parameters())
     world = state.world
     processes = f'{world.size} processes, the first ' if world.size > 1 else ''
-    print(f'{state.config.model["name"]}: {parameters / 1e6:.2f} M parameters; {processes}on {world.device}')
+    print(f'{state.record["model"]["name"]}: {parameters / 1e6:.2f} M parameters; {processes}on {world.device}')

@@ -8,22 +8,21 @@ from timm.scheduler import CosineLRScheduler, WSDLRScheduler, create_scheduler_v
 from timm.scheduler.scheduler import Scheduler
 
 from aft_vision.commandline import say
-from train.schema import Config, ScheduleConfig
+from train.schema import ScheduleConfig
 from train.sequence_schema import SequenceSchedule
 from train.settle import check_warmup
 
 
-def with_min_updates(config: Config, updates_per_epoch: int) -> Config:
-    """Return the experiment with as many epochs as `schedule.min_updates` needs, with a note if these are more."""
-    schedule = config.schedule
+def with_min_updates(schedule: ScheduleConfig, updates_per_epoch: int) -> ScheduleConfig:
+    """Return the schedule with as many epochs as its `min_updates` needs, with a note if these are more."""
     epochs = -(-schedule.min_updates // max(updates_per_epoch, 1))
     if epochs <= schedule.epochs:
-        return config
+        return schedule
     say(
         f'note: schedule.epochs = {epochs} in place of {schedule.epochs}, because schedule.min_updates = '
         f'{schedule.min_updates} and an epoch has {updates_per_epoch}'
     )
-    return dataclasses.replace(config, schedule=dataclasses.replace(schedule, epochs=epochs))
+    return dataclasses.replace(schedule, epochs=epochs)
 
 
 def create_schedule(optimizer: torch.optim.Optimizer, schedule: Any, updates_per_epoch: int) -> Scheduler:

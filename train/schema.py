@@ -58,6 +58,11 @@ class DataConfig(Source):
                 require(f'data.{key}', value, value is None, 'null with data.max_tokens, where images keep their shape')
 
     @property
+    def training_sizes(self) -> list[tuple[int, int]]:
+        """Return all sizes (H, W) of training images, in pixels."""
+        return [self.img_size] if self.train_sizes is None else [(side, side) for side in self.train_sizes]
+
+    @property
     def image_tokens(self) -> int | None:
         """Return the limit of the patches of an image, if images keep their own shapes."""
         return None if self.max_tokens is None else self.max_tokens // self.batch_size
@@ -365,10 +370,9 @@ class Config(Experiment):
 
     @property
     def size_schedule(self) -> SizeSchedule | None:
-        sizes = self.data.train_sizes
-        if sizes is None:
+        if self.data.train_sizes is None:
             return None
-        return SizeSchedule(tuple((side, side) for side in sizes), self.data.train_size_schedule, self.schedule.epochs)
+        return SizeSchedule(tuple(self.data.training_sizes), self.data.train_size_schedule, self.schedule.epochs)
 
     def check_parts(self, world_size: int) -> int:
         """Return the size of a part, which must be even if images are mixed."""

@@ -20,6 +20,7 @@ from aft_vision.models.checkpoint import load_matching_state_dict, read_checkpoi
 from aft_vision.models.decoder import AFTDecoder, bits
 from aft_vision.models.decoders import create_decoder, load_decoder
 from aft_vision.visualize import draw_bits, save_figure
+from train.build import assemble_state
 from train.checkpoint import BEST, describe_samples, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
@@ -30,7 +31,7 @@ from train.model_section import decoder_schema
 from train.objective import Batch, Objective
 from train.run import check_run_dir, find_run_dir, train_run
 from train.sequence_schema import SequenceExperiment
-from train.state import AMP_DTYPES, TrainState, assemble_state
+from train.state import AMP_DTYPES, TrainState
 
 
 class SequenceTask(ClassificationTask):
@@ -222,7 +223,7 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
     config = load_config(args.config, args.overrides, schema)
     run_dir = find_run_dir(config, args.config, Path('runs') / data_type.name)
     if not args.eval:
-        check_run_dir(run_dir, config)
+        check_run_dir(run_dir, config.run)
     with join_world(config) as world:
         data = data_type(config, world)
         if data.note and world.is_primary:
@@ -273,10 +274,10 @@ def evaluate_split(checkpoint: str | Path, data: SequenceData, split: str, progr
 
 def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool = False) -> None:
     """Evaluate the best weights on the test split, draw the curves, write result.json, and print the files."""
-    config, world = state.config, state.world
+    world = state.world
     # The first process may still be writing them.
     world.wait()
-    split, metric = config.data.eval_split, state.objective.best
+    split, metric = data.config.data.eval_split, state.objective.best
     result: dict[str, Any] = {'measure': data.measure, 'bits_unit': data.bits_measure}
     result[f'{split}_{metric}'] = state.progress.best
     if 'test_bits' not in result:
@@ -292,7 +293,7 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
         'updates_per_second': state.progress.updates / state.progress.seconds,
         'memory_mb': last['train_memory_mb'],
         'parameters': sum(parameter.numel() for parameter in state.model.parameters()),
-        'model': config.model,
+        'model': state.record['model'],
     }
     write_json(run_dir / 'result.json', result)
     save_figure(draw_bits({run_dir.name: run_dir}, data.bits_unit), run_dir / 'curves.png')
@@ -300,4 +301,4 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     print('  best.pth, last.pth  checkpoints    result.json  the final figures')
     print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the figures as plots')
     print('  config.yaml         to repeat the run', end='')
-    print('    tensorboard/  for tensorboard --logdir' if config.run.tensorboard else '')
+    print('    tensorboard/  for tensorboard --logdir' if state.run.tensorboard else '')

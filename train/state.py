@@ -1,25 +1,20 @@
-"""The state of training: built from an experiment, saved and restored."""
+"""The state of training, saved and restored."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2
 from timm.task import TrainingTask
 from timm.utils import random_seed, unwrap_model
 from torch import nn
 
-from aft_vision.data import STEP, BatchAugmentation, PatchAugmentation, derive_seed, move
+from aft_vision.data import STEP, derive_seed, move
 from aft_vision.models.checkpoint import load_matching_state_dict
-from train.distill import create_task
 from train.distributed import World
-from train.model_section import native_shape
-from train.objective import Batch, Classification, Objective
+from train.objective import Batch, Objective
 from train.regularize import KernelRegularization
-from train.schedule import create_schedule
-from train.schema import Config, Experiment, RegularizeConfig, require
+from train.schema import OptimizerConfig, RunConfig
 
 AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -74,6 +69,10 @@ class TrainState:
     """The model, its training objects and the progress of a run.
 
     Attributes:
+        record: The experiment, as a checkpoint keeps it.
+        batch_size: Samples per update, over all processes and parts.
+        optim, schedule, run: Sections of the experiment.
+        ema_warmup: Whether the decay of the moving average rises in the first updates.
         task: timm's task: the model, possibly compiled or distributed, its loss, its teacher if any, and the moving
             average of its weights.
         objective: The metrics and units of the run.
@@ -81,7 +80,12 @@ class TrainState:
         regularization: Regularisation of the kernels of AFT-conv.
     """
 
-    config: Experiment
+    record: dict[str, Any]
+    batch_size: int
+    optim: OptimizerConfig
+    schedule: Any
+    run: RunConfig
+    ema_warmup: bool
     world: World
     task: TrainingTask
     objective: Objective
@@ -105,7 +109,7 @@ class TrainState:
     @property
     def amp_dtype(self) -> torch.dtype | None:
         """Return the autocast data type."""
-        return AMP_DTYPES[self.config.run.amp]
+        return AMP_DTYPES[self.run.amp]
 
     def autocast(self) -> torch.autocast:
         """Return the context of a forward pass."""
@@ -113,20 +117,20 @@ class TrainState:
 
     def prepare_part(self, part: int, batch: Batch) -> Batch:
         """Seed all randomness of a part of the next update, and return its batch augmented on the device."""
-        parts_before = self.world.rank * self.config.optim.accumulate
-        random_seed(derive_seed(STEP, self.config.run.seed, self.progress.updates, parts_before + part))
+        parts_before = self.world.rank * self.optim.accumulate
+        random_seed(derive_seed(STEP, self.run.seed, self.progress.updates, parts_before + part))
         inputs, targets = batch
         return self.augment(move(inputs, self.world.device), targets.to(self.world.device))
 
     @property
     def total_updates(self) -> int:
         """Return the number of optimizer steps of the run, unless its time limit ends it earlier."""
-        updates = self.config.schedule.epochs * self.progress.updates_per_epoch
-        return min(updates, self.config.schedule.max_updates or updates)
+        updates = self.schedule.epochs * self.progress.updates_per_epoch
+        return min(updates, self.schedule.max_updates or updates)
 
     def is_spent(self) -> bool:
         """Return whether the goal is met or the updates or time of the run are used up; the same in every process."""
-        limit = self.config.run.max_seconds
+        limit = self.run.max_seconds
         spent = self.progress.updates >= self.total_updates or self.objective.is_met(self.progress.best)
         return spent or (limit is not None and self.world.any(self.progress.seconds >= limit))
 
@@ -146,7 +150,7 @@ class TrainState:
             'ema_task_state': self.task.get_task_state(ema=True),
             'optimizer': self.optimizer.state_dict(),
             'scaler': self.scaler.state_dict(),
-            'config': dataclasses.asdict(self.config),
+            'config': self.record,
             'world_size': self.world.size,
             **progress,
             self.best_key: best,
@@ -162,7 +166,7 @@ class TrainState:
             ValueError: the weights are those of another model or kind of distillation, or the other run had another
                 number of updates per epoch.
         """
-        same = {'updates_per_epoch': self.progress.updates_per_epoch, 'batch_size': self.config.data.batch_size}
+        same = {'updates_per_epoch': self.progress.updates_per_epoch, 'batch_size': self.batch_size}
         found = {**content, 'batch_size': content['config']['data']['batch_size']}
         for name, expected in same.items():
             if found[name] != expected:
@@ -192,7 +196,7 @@ class TrainState:
 
     def _check_optimizer(self, content: dict[str, Any], source: str) -> None:
         """Raise a ValueError for the state of another optimizer, or of other groups of parameters."""
-        expected, found = self.config.optim.name, content['config']['optim']['name']
+        expected, found = self.optim.name, content['config']['optim']['name']
         if found != expected:
             raise ValueError(
                 f'expected a checkpoint of a run with optim.name = {expected}, as this one has, got {source} with '
@@ -221,118 +225,12 @@ class TrainState:
 
     def set_rate(self) -> None:
         """Set the learning rate of the next update."""
-        progress, late = self.progress, self.config.schedule.step == 'deit'
+        progress, late = self.progress, self.schedule.step == 'deit'
         if progress.epoch > late:
             self.scheduler.step(progress.epoch - late)
         if progress.updates:
             self.scheduler.step_update(progress.updates)
 
 
-def create_state(
-    model: nn.Module,
-    config: Config,
-    updates_per_epoch: int,
-    num_classes: int,
-    world: World,
-    teacher: nn.Module | None = None,
-) -> TrainState:
-    """Move a classifier to the device and build its optimizer, schedule, loss and moving average.
-
-    Args:
-        teacher: The model that `distill.teacher` names.
-
-    Raises:
-        ValueError: `optim.args` do not fit the optimizer, `distill.kind` or `regularize` do not fit the model, or
-            `optim.bce_target_thresh` makes all classes targets.
-    """
-    native = native_shape(config)
-    augmentation = BatchAugmentation if native is None else PatchAugmentation
-    threshold, smoothing = config.optim.bce_target_thresh, config.optim.label_smoothing
-    augment = augmentation(config.augment, num_classes, smoothing, world.device)
-    if threshold is not None:
-        least = smoothing / num_classes
-        wanted = f'above optim.label_smoothing / {num_classes} classes ({least:g}), the target of all other classes'
-        require('optim.bce_target_thresh', threshold, threshold > least or smoothing == 0, wanted)
-    # Mixing already smooths the targets.
-    loss = {
-        'loss_type': config.optim.loss,
-        'bce_target_thresh': threshold,
-        'smoothing': smoothing,
-        'soft_targets': config.augment.mixes,
-    }
-    schedule = config.size_schedule
-    size = native or (config.data.img_size if schedule is None else schedule.sizes[0])
-    objective = Classification(size, num_classes)
-    regularization = KernelRegularization(model, config.regularize, config.schedule.epochs * updates_per_epoch)
-    task = create_task(model, config.distill, loss, world.device, teacher)
-    return assemble_state(task, config, objective, augment, updates_per_epoch, world, regularization)
-
-
-def assemble_state(
-    task: TrainingTask,
-    config: Experiment,
-    objective: Objective,
-    augment: Callable[..., Batch],
-    updates_per_epoch: int,
-    world: World,
-    regularization: KernelRegularization | None = None,
-) -> TrainState:
-    """Build the optimizer, schedule and moving average of a task whose model is on the device.
-
-    Args:
-        regularization: Regularisation of the kernels of AFT-conv; none by default.
-
-    Raises:
-        ValueError: `optim.args` do not fit the optimizer, or the model does not support gradient checkpointing.
-    """
-    device = world.device
-    if regularization is None:
-        regularization = KernelRegularization(unwrap_model(task.get_eval_model()), RegularizeConfig(), 1)
-    if config.run.grad_checkpointing:
-        _set_grad_checkpointing(unwrap_model(task.get_eval_model()))
-    optimizer = _create_optimizer(task, config)
-    scheduler = create_schedule(optimizer, config.schedule, updates_per_epoch)
-    if config.ema.decay is not None:
-        task.setup_ema(decay=config.ema.decay, use_warmup=config.ema.warmup)
-    if config.run.compile:
-        # A graph for each size: inductor cannot compile the gradient of every model at an open one.
-        task.compile(dynamic=False if config.size_schedule else None)
-    if world.is_distributed:
-        task.prepare_distributed(device_ids=None if device.type == 'cpu' else [device])
-    scaler = torch.amp.GradScaler(device.type, enabled=config.run.amp == 'float16')
-    progress = Progress(updates_per_epoch, objective.worst)
-    return TrainState(config, world, task, objective, augment, optimizer, scheduler, scaler, regularization, progress)
-
-
-def _set_grad_checkpointing(model: Any) -> None:
-    try:
-        model.set_grad_checkpointing()
-    # A model without checkpointing, or a timm model that rejects it.
-    except (AttributeError, AssertionError) as error:
-        raise ValueError(
-            f'expected run.grad_checkpointing to be false for a {type(model).__name__}, got true: {error}'
-        ) from error
-
-
 def _shapes(task_state: dict[str, dict[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
     return {f'{part}.{name}': tuple(x.shape) for part, values in task_state.items() for name, x in values.items()}
-
-
-def _create_optimizer(task: TrainingTask, config: Experiment) -> torch.optim.Optimizer:
-    trained: Any = task.get_trainable_module()
-    optim = config.optim
-    try:
-        return create_optimizer_v2(
-            trained,
-            opt=optim.name,
-            lr=config.peak_lr,
-            weight_decay=optim.weight_decay,
-            layer_decay=optim.layer_decay,
-            **optim.args,
-        )
-    except (TypeError, ValueError, AssertionError, LookupError, RuntimeError) as error:
-        decay = f' and optim.layer_decay = {optim.layer_decay}' if optim.layer_decay is not None else ''
-        raise ValueError(
-            f'expected optim.args of the optimizer {optim.name}, got {optim.args}{decay}: '
-            f'{str(error) or type(error).__name__}'
-        ) from error

@@ -37,7 +37,7 @@ from aft_vision.commandline import run_command
 from aft_vision.data import Loaders, move
 from aft_vision.devices import synchronize
 from aft_vision.timing import Timing, time_interleaved
-from train.build import build_loaders, build_state
+from train.build import build_loaders, build_state, resolve_images
 from train.config import load_config
 from train.distributed import join_world
 from train.engine import train_step
@@ -76,12 +76,10 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
         batches: Number of timed batches in each case, after those that the loader has prefetched. A short epoch is
             loaded several times.
     """
-    config = state.config
-    # Each loading process may have prefetched two batches.
-    ahead = min(1 + 2 * config.data.num_workers, len(loaders.train))
+    # Each loading process may have prefetched two batches. timm's loaders contain that of torch.
+    ahead = min(1 + 2 * getattr(loaders.train, 'loader', loaders.train).num_workers, len(loaders.train))
     # Use the whole epoch; training sets its own position later.
-    schedule = config.size_schedule
-    loaders.set_epoch(state.progress.epoch, size=None if schedule is None else len(schedule.sizes) - 1)
+    loaders.set_epoch(state.progress.epoch, size=-1)
     resident: Batch = next(iter(loaders.train))
     cases: list[tuple[Iterable[Batch], int, Callable[[TrainState, Batch], None]]] = [
         (loaders.train, ahead, lambda state, batch: None),
@@ -93,7 +91,7 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
         for source, untimed, work in cases:
             again = chain.from_iterable(repeat(source))
             seconds = _time(state, islice(again, untimed + batches), work, untimed)
-            rates.append(config.data.batch_size // config.optim.accumulate * batches / seconds)
+            rates.append(state.batch_size // state.optim.accumulate * batches / seconds)
     return Throughput(rates[0], rates[1], rates[2], state.objective.unit)
 
 
@@ -107,7 +105,7 @@ def settle_buckets(state: TrainState) -> None:
     if not state.world.is_distributed:
         return
     # The batch is as large as in training, so that a compiled model is compiled only once.
-    blank = state.objective.blank(state.config.check_parts(state.world.size))
+    blank = state.objective.blank(state.batch_size // (state.optim.accumulate * state.world.size))
     with _without_trace(state):
         # The layout changes at the beginning of the second pass.
         for _ in range(2):
@@ -134,7 +132,7 @@ def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> Timing:
     The weights change. What a recipe adds to the update, such as clipping and a moving average, counts as the
     trainer's: leave it out of the experiment to see what the trainer itself costs.
     """
-    parts = [batch] * state.config.optim.accumulate
+    parts = [batch] * state.optim.accumulate
     updates = [partial(update, state, parts) for update in (train_step, _bare_update)]
     state.model.train()
     return time_interleaved(updates, state.world.device, rounds, least_seconds=0.0)[1]
@@ -181,8 +179,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f'expected at least 1 round, got {args.rounds}')
     config = load_config(args.config, args.overrides)
     with join_world(config) as world:
-        loaders = build_loaders(config, world)
-        state, _ = build_state(config, loaders, world)
+        images = resolve_images(config)
+        loaders = build_loaders(config, images, world)
+        state, _ = build_state(config, images, loaders, world)
         throughput = measure_throughput(state, loaders, args.rounds)
         found = measure_overhead(state, next(iter(loaders.train)), args.rounds)
         if world.is_primary:

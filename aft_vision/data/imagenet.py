@@ -56,7 +56,7 @@ class Loaders(NamedTuple):
         """Set the order, the random changes and the start of the next pass over the training images.
 
         Args:
-            size: Index of the image size of the whole pass; None for the schedule.
+            size: Index of the image size of the whole pass, -1 for the last; None for the schedule.
 
         Raises:
             ValueError: the pass starts within the epoch, but the data set can only be read from its start.

@@ -155,7 +155,7 @@ class EpochSampler(Sampler[Draw]):
         """Set the epoch of the next pass, its first update (from 0), and its image size.
 
         Args:
-            size: Index of the size of all updates; None for the schedule.
+            size: Index of the size of all updates, -1 for the last; None for the schedule.
         """
         self.epoch, self.first_update, self.size_choice = epoch, first_update, size
 
@@ -175,8 +175,10 @@ class EpochSampler(Sampler[Draw]):
         return np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(self.size)
 
     def _choices(self) -> list[int]:
-        if self.sizes is None or self.size_choice is not None:
-            return [self.size_choice or 0] * self.updates
+        if self.sizes is None:
+            return [0] * self.updates
+        if self.size_choice is not None:
+            return [range(len(self.sizes.sizes))[self.size_choice]] * self.updates
         return self.sizes.choices(self.seed, self.epoch, self.updates)
 
     def _draws(self, order: np.ndarray, choices: list[int], update: int) -> list[Draw]:

@@ -119,20 +119,20 @@ def test_null_is_the_default_of_an_argument_that_the_model_cannot_have_as_none()
 
 def test_the_resolved_file_gives_the_same_experiment(tmp_path, vit_file):
     config = load_config(vit_file, ['augment.scale=[0.5,1]', 'model.depth=2', 'augment.auto_augment=null'])
-    save_config(config, tmp_path / 'resolved.yaml')
+    save_config(dataclasses.asdict(config), tmp_path / 'resolved.yaml')
     assert load_config(tmp_path / 'resolved.yaml') == config
 
 
 def test_the_resolved_file_neither_overwrites_nor_continues_a_run(tmp_path, vit_file):
     run = ['run.overwrite=true', 'run.resume=auto']
-    save_config(load_config(vit_file, run), tmp_path / 'resolved.yaml')
+    save_config(dataclasses.asdict(load_config(vit_file, run)), tmp_path / 'resolved.yaml')
     assert load_config(tmp_path / 'resolved.yaml') == load_config(vit_file, ['run.overwrite=false', 'run.resume=null'])
     # The start of a run from another one is part of it; that from its own folder is not.
     other = tmp_path / 'first'
     other.mkdir()
     own = (str(tmp_path), str(tmp_path / 'last.pth'))
     for where, kept in ((str(other), str(other)), *((place, None) for place in own)):
-        save_config(load_config(vit_file, [f'run.resume={where}']), tmp_path / 'resolved.yaml')
+        save_config(dataclasses.asdict(load_config(vit_file, [f'run.resume={where}'])), tmp_path / 'resolved.yaml')
         assert load_config(tmp_path / 'resolved.yaml').run.resume == kept
 
 

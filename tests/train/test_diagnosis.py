@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from aft_vision.data import Share, create_loaders
-from train.build import build_loaders, build_state
+from train.build import build_loaders, build_state, resolve_images
 from train.config import load_config
 from train.diagnosis import write_diagnosis
 from train.distributed import World
@@ -25,7 +25,7 @@ def loader():
 def state(loader) -> TrainState:
     """In the fourth update of the first epoch."""
     config = load_config(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml', OVERRIDES)
-    state, _ = build_state(config, loader, World(torch.device('cpu')))
+    state, _ = build_state(config, resolve_images(config), loader, World(torch.device('cpu')))
     state.progress.updates = 3
     state.model.train()
     return state
@@ -84,8 +84,8 @@ def test_the_diagnosis_sees_the_images_of_the_update(state, loader, tmp_path, mo
 def test_the_diagnosis_sees_mixed_images_of_native_shapes(tmp_path, monkeypatch):
     config = load_config(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml', [*OVERRIDES, 'data.max_tokens=1600'])
     world = World(torch.device('cpu'))
-    loaders = build_loaders(config, world)
-    state, _ = build_state(config, loaders, world)
+    loaders = build_loaders(config, resolve_images(config), world)
+    state, _ = build_state(config, resolve_images(config), loaders, world)
     state.progress.updates = 3
     seen = []
     monkeypatch.setattr(state, 'augment', lambda *batch: seen.append(batch) or batch)

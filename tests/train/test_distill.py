@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from aft_vision.data import Augmentation
 from aft_vision.models.checkpoint import load_model
-from train.build import build_loaders, build_state
+from train.build import build_loaders, build_state, create_state, resolve_images
 from train.config import load_config
 from train.diagnosis import write_diagnosis
 from train.distill import load_teacher
@@ -20,7 +20,7 @@ from train.distributed import World
 from train.engine import train_step
 from train.imagenet import main
 from train.schema import Config, DataConfig, DistillConfig, EmaConfig, OptimConfig, RunConfig, ScheduleConfig
-from train.state import TrainState, create_state
+from train.state import TrainState
 
 ROOT = Path(__file__).parents[2]
 KINDS = ['hard', 'soft', 'feature', 'token_hard', 'token_soft']
@@ -317,8 +317,8 @@ def test_a_run_goes_on_with_another_teacher_but_not_with_another_projection(reci
 def test_the_diagnosis_names_the_layer_of_the_teacher(recipe, teacher_dir, tmp_path):
     _, _, path, *overrides = distilled(recipe, 'feature', teacher_dir / 'best.pth', tmp_path)
     config = load_config(path, overrides)
-    loaders = build_loaders(config, HERE)
-    state, _ = build_state(config, loaders, HERE)
+    loaders = build_loaders(config, resolve_images(config), HERE)
+    state, _ = build_state(config, resolve_images(config), loaders, HERE)
     found = json.loads(write_diagnosis(state, loaders.train, 1.0, tmp_path).read_text())
     assert (found['layer'], found['weights']) == (None, [])
     assert set(found['keys']) == {'blocks.0.attn', 'teacher.blocks.0.attn'}

@@ -17,12 +17,13 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from aft_vision.data import STEP, Augmentation, Loaders, derive_seed
+from train.build import create_state
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError
 from train.distributed import World
 from train.engine import fit, train_one_epoch, train_step
 from train.schema import Config, DataConfig, EmaConfig, OptimConfig, RunConfig, ScheduleConfig
-from train.state import TrainState, create_state
+from train.state import TrainState
 
 HERE = World(torch.device('cpu'))
 DESCRIPTION = {'model_name': 'linear', 'model_kwargs': {}, 'class_names': ['a', 'b', 'c']}

@@ -3,6 +3,7 @@ import random
 import shlex
 import shutil
 import signal
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -638,7 +639,7 @@ def test_what_is_wrong_with_an_experiment_is_named(name, overrides, message):
 
 def test_the_resolved_file_gives_the_same_experiment(tmp_path):
     config = load_text_config(SMOKE, ['model.preset=imdb', 'data.text_columns=[title,text]'])
-    save_config(config, tmp_path / 'resolved.yaml')
+    save_config(asdict(config), tmp_path / 'resolved.yaml')
     assert load_text_config(tmp_path / 'resolved.yaml', []) == config
 
 

@@ -14,7 +14,7 @@ from timm.utils import AverageMeter, accuracy
 from aft_vision.models.checkpoint import load_model
 from aft_vision.visualize import draw_history
 from train import imagenet
-from train.build import build_evaluation
+from train.build import build_evaluation, resolve_images
 from train.config import load_config
 from train.distributed import World
 from train.imagenet import main
@@ -71,10 +71,10 @@ def test_a_folder_that_holds_a_run_is_left_alone(few, run_dir):
 def test_a_run_that_ended_while_another_began_is_left_alone(few, tmp_path, monkeypatch):
     folder, original = tmp_path / 'run', imagenet.build_loaders
 
-    def build_loaders(config, world):
+    def build_loaders(config, images, world):
         if config.run.seed == 1:
             main([*ONE_EPOCH, *few, f'run.dir={folder}'])
-        return original(config, world)
+        return original(config, images, world)
 
     monkeypatch.setattr(imagenet, 'build_loaders', build_loaders)
     with pytest.raises(FileExistsError, match=r'run\.overwrite=true'):
@@ -92,9 +92,9 @@ def test_the_normalisation_of_training_is_that_of_the_saved_model(few, tmp_path)
 
 
 def test_a_model_of_fixed_input_size_is_built_for_the_size_of_the_data(few, tmp_path):
-    vit = ['model.name=vit_tiny_patch16_224', 'model.embed_dim=16', 'model.num_heads=1']
-    (tmp_path / 'vit.yaml').write_text('model: {depth: 1, patch_size: 8}\naugment: {auto_augment: null}\n')
-    overrides = [*vit, *few, 'data.img_size=[16,24]', 'data.num_workers=0']
+    vit = 'model: {name: vit_tiny_patch16_224, depth: 1, embed_dim: 16, num_heads: 1, patch_size: 8}'
+    (tmp_path / 'vit.yaml').write_text(f'{vit}\naugment: {{auto_augment: null}}\n')
+    overrides = [*few, 'data.img_size=[16,24]', 'data.num_workers=0']
     schedule = ['schedule.epochs=1', 'schedule.warmup_epochs=0', f'run.dir={tmp_path / "run"}']
     main(['--quiet', '--config', str(tmp_path / 'vit.yaml'), *overrides, *schedule])
     assert load_model(tmp_path / 'run' / 'best.pth').patch_embed.grid_size == (2, 3)
@@ -166,7 +166,8 @@ def test_a_run_keeps_the_normalisation_of_the_checkpoint_that_it_starts_from(few
     assert {key: tuned.pretrained_cfg[key] for key in own} == own
     # Also its images, and those of an evaluation without run.init_from.
     world, config = World(torch.device('cpu')), load_config(ONE_EPOCH[-1], few)
-    loaders = imagenet.build_loaders(load_config(ONE_EPOCH[-1], [*few, *start]), world)
+    started = load_config(ONE_EPOCH[-1], [*few, *start])
+    loaders = imagenet.build_loaders(started, resolve_images(started), world)
     _, evaluated = build_evaluation(config, tmp_path / 'run', world)
     _, other = build_evaluation(config, run_dir, world)
     wanted, found, different = (next(iter(each))[0] for each in (loaders.validation, evaluated, other))

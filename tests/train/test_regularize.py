@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from aft_vision.data import Loaders
 from aft_vision.ops import reference
+from train.build import create_state
 from train.checkpoint import Saver
 from train.distributed import World
 from train.engine import fit, train_step
@@ -27,7 +28,7 @@ from train.schema import (
     RunConfig,
     ScheduleConfig,
 )
-from train.state import TrainState, create_state
+from train.state import TrainState
 
 HERE = World(torch.device('cpu'))
 TINY = dict(depth=2, embed_dim=16, num_heads=4, kernel_size=3, patch_size=2, num_classes=3)

@@ -10,12 +10,12 @@ import torch
 from helpers import CLOTHING, link_photographs
 
 from aft_vision.data import Loaders
-from train.build import build_loaders, build_state
+from train.build import build_loaders, build_state, create_state, resolve_images
 from train.config import load_config
 from train.distributed import World
 from train.engine import train_step
 from train.imagenet import main
-from train.state import TrainState, create_state
+from train.state import TrainState
 from train.throughput import Throughput, measure_overhead, measure_throughput
 from train.throughput import main as report
 
@@ -34,8 +34,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def prepare(*overrides: str) -> tuple[TrainState, Loaders]:
     config = load_config(ONE_EPOCH, overrides)
-    loaders = build_loaders(config, WORLD)
-    return build_state(config, loaders, WORLD)[0], loaders
+    loaders = build_loaders(config, resolve_images(config), WORLD)
+    return build_state(config, resolve_images(config), loaders, WORLD)[0], loaders
 
 
 def test_a_run_says_what_limits_it_and_ends_with_the_same_bits(small, tmp_path, capsys):
@@ -51,7 +51,7 @@ def test_a_run_says_what_limits_it_and_ends_with_the_same_bits(small, tmp_path, 
 
 def test_measuring_changes_neither_weights_nor_running_statistics(small):
     config = load_config(ONE_EPOCH, small)
-    loaders = build_loaders(config, WORLD)
+    loaders = build_loaders(config, resolve_images(config), WORLD)
     state = create_state(timm.create_model('resnet10t', num_classes=10), config, 6, 10, WORLD)
     before = {name: x.clone() for name, x in state.model.state_dict().items()}
     measure_throughput(state, loaders, 1)

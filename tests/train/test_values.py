@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_a_text_on_the_command_line_keeps_its_characters(tmp_path, name):
     for text in LIKE_OTHERS if name == 'clothing_demo' else LIKE_OTHERS[:5]:
         config = load(name, *(f'{key}={text}' for key in keys))
         assert {key: value_of(config, key) for key in keys} == dict.fromkeys(keys, text)
-        save_config(config, tmp_path / 'config.yaml')
+        save_config(asdict(config), tmp_path / 'config.yaml')
         assert load(name, path=tmp_path / 'config.yaml') == config
 
 

@@ -124,7 +124,7 @@ def begin(run: TextRun) -> None:
     elif earlier and (folder / CONFIG).exists():
         check_same(load_text_config(folder / CONFIG), config, folder / CONFIG)
     folder.mkdir(parents=True, exist_ok=True)
-    save_config(config, folder / CONFIG)
+    save_config(dataclasses.asdict(config), folder / CONFIG)
     counts = ', '.join(f'{count} {name}' for name, count in run.counts().items())
     model = config.run.init_from or config.model.get('encoder_mixer') or 'fastformer'
     print(f'{config.task} by {model}: {counts}')
