@@ -8,7 +8,7 @@ example `data.dir=/data/cifar10 run.dir=runs/first run.max_seconds=600`. data.di
 (torchvision's) or cifar-10-batches-bin, or an .npz with x_train and x_test; nothing is downloaded.
 
 A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv and steps.csv,
-curves.png, result.json, tensorboard/, best.pth and last.pth, which tools.sample_pixels and tools.complete_images load.
+curves.png, result.json, tensorboard/, best.pth and last.pth, which tools.sample_pixels loads.
 run.resume=auto continues an interrupted run or starts a new one.
 
 --eval only evaluates: it prints the name of the weights and the bits per dimension on all images of data.eval_split.
