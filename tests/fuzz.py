@@ -25,6 +25,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import operator
+from aft_vision.ops.decode import step as decode_step
 
 INFINITY = float('inf')
 GRIDS = ('aft_conv', 'aft_onehot', 'aft_axial')
@@ -498,7 +499,9 @@ def decode(case: Case, inputs: Inputs) -> Tensor:
     state = getattr(ops, f'aft_{kind}_state')(*sizes, dtype)
     rows: list[Tensor] = []
     start = 0
-    eager = mock.patch.object(operator, 'step_kernels', return_value=None) if case.backend == 'eager' else nullcontext()
+    eager = (
+        mock.patch.object(decode_step, 'step_kernels', return_value=None) if case.backend == 'eager' else nullcontext()
+    )
     with eager:
         while start < case.tokens:
             chunk = 1

@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import importlib.util
-import math
 import os
 import signal
 import sys
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from aft_vision.data import Augmentation, Source
 from aft_vision.data.datasets import open_eval_split, open_train_split
-from aft_vision.ops.operator import BIAS_NAMES
+from aft_vision.ops.declaration import OPERATIONS, Shape
 
 CLOTHING = Path(__file__).parent / 'assets' / 'clothing'
 # Relative to the norm of the reference tensor: (value, gradient).
@@ -36,6 +35,7 @@ BOUNDS = {
     torch.float16: (4e-3, 4e-3),
 }
 NASTY_BOUND = 1e-4
+BIASES = {bias for operation in OPERATIONS.values() for bias in operation.biases}
 NO_AUGMENTATION = Augmentation(
     scale=(1.0, 1.0),
     hflip=0.0,
@@ -71,32 +71,24 @@ def make_inputs(
     heads: int | None = None,
     B: int = 2,
 ) -> dict[str, Any]:
-    """Inputs of an operator in float64, in its own order.
+    """Inputs of an operation in float64, in its own order.
 
     tokens: a length, or a grid (H, W).
-    s: the window, the size of the kernel, the largest offset or the reach of the axial biases, for rows and columns.
-    heads: the channels of k on a grid, as many as D by default; only operators on a grid have them.
+    s: the window of `Shape`, or those for rows and columns.
+    heads: the channels of k on a grid, as many as D by default; only operations on a grid have them.
     """
-    T = tokens if isinstance(tokens, int) else math.prod(tokens)
-    h = (heads or D) if name in ('aft_conv', 'aft_onehot', 'aft_axial') else D
-    inputs: dict[str, Any] = dict(zip('qkv', make_qkv(B, T, D, h), strict=True))
-    match name:
-        case 'aft_full' | 'aft_full_causal':
-            return inputs | {'bias': randn(T, T, seed=7)}
-        case 'aft_local':
-            return inputs | {'band': randn(T, 2 * s - 1, seed=7)}
-        case 'aft_local_causal':
-            return inputs | {'band': randn(T, s, seed=7)}
-        case 'aft_conv':
-            return inputs | {'kernel': randn(h, s, s, seed=8), 'grid': tokens}
-        case 'aft_onehot':
-            offset = torch.randint(-s, s + 1, (h, 2), generator=generator(4))
-            return inputs | {'offset': offset, 'weight': randn(h, seed=8), 'grid': tokens}
-        case 'aft_axial':
-            rows, columns = s if isinstance(s, tuple) else (s, s)
-            biases = {'row_bias': randn(h, 2 * rows - 1, seed=7), 'column_bias': randn(h, 2 * columns - 1, seed=8)}
-            return inputs | biases | {'grid': tokens}
-    return inputs
+    operation, (window, column_window) = OPERATIONS[name], s if isinstance(s, tuple) else (s, None)
+    grid = (1, tokens) if isinstance(tokens, int) else tokens
+    shape = Shape(B, grid, D, D // (heads or D), window, column_window)
+    draws = generator(7)
+    own = operation.draw(shape, lambda *sizes: torch.randn(*sizes, generator=draws, dtype=torch.float64))
+    qkv = make_qkv(B, shape.tokens, D, operation.key_channels(shape))
+    return dict(zip('qkv', qkv, strict=True)) | own
+
+
+def operands(name: str, inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """All inputs of an operator in the order of its schema, those that are not given as they are by default."""
+    return OPERATIONS[name].inputs(**inputs)
 
 
 def make_mask(B: int, T: int) -> Tensor:
@@ -168,7 +160,7 @@ def make_nasty(inputs: dict[str, Any], keys: str = 'ordinary', bias: str | float
     if keys != 'ordinary':
         found['k'] = nasty_keys(inputs['k'])[keys]
     for name, x in inputs.items():
-        if name in BIAS_NAMES and bias != 'ordinary':
+        if name in BIASES and bias != 'ordinary':
             found[name] = nasty_biases(x)[bias] if isinstance(bias, str) else torch.full_like(x, bias)
     return found
 
@@ -274,11 +266,11 @@ def kernels_run(function: Callable[[], object]) -> set[str]:
 
 def assert_passes_opcheck(name: str, inputs: dict[str, Any], backend: str = 'auto', device: str = 'cpu') -> None:
     """torch's checks of schema, fakes and autograd, on contiguous and on transposed inputs, forward and backward."""
-    low, extra = single(inputs, device=device), [None, True] if name == 'aft_conv' else [None]
+    low = single(inputs, device=device)
     operator = getattr(torch.ops.aft_vision, name).default
-    torch.library.opcheck(operator, (*low.values(), *extra, True, backend))
+    torch.library.opcheck(operator, (*operands(name, low), True, backend))
     turned = {key: x.detach().mT.contiguous().mT if key in 'qkv' else _detached(x) for key, x in low.items()}
-    arguments = (*turned.values(), *extra)
+    arguments = operands(name, turned)
     y, saved = operator(*arguments, True, backend)
     torch.library.opcheck(operator, (*arguments, True, backend), test_utils=('test_schema', 'test_faketensor'))
     grad = randn(*y.mT.shape, seed=3, dtype=torch.float32).to(device).mT

@@ -29,7 +29,7 @@ class Rule:
     lazily: tuple[str, ...] = ()
 
 
-# They need Triton, or a C++ compiler, which a machine may lack: they are imported where their kernels run.
+# They need Triton, which a machine may lack: they are imported where their kernels run.
 TRITON_MODULES = tuple(
     f'aft_vision.ops.{name}'
     for name in (
@@ -40,14 +40,7 @@ TRITON_MODULES = tuple(
         *('axial.triton', 'axial.kernels'),
         *('causal.local_triton', 'causal.local_kernels', 'causal.local_repair_kernels'),
         *('causal.local_backward_kernels', 'causal.simple_triton', 'causal.simple_kernels'),
-        *('common.launch', 'common.kernels', 'common.trial_kernel', 'common.tuner', 'common.verify', 'common.targets'),
-    )
-)
-CPP_MODULES = tuple(
-    f'aft_vision.ops.{name}'
-    for name in (
-        *('full.cpp', 'conv.cpp', 'conv.window', 'axial.cpp', 'causal.local_cpp', 'causal.simple_cpp'),
-        *('decode.step_cpp', 'common.build', 'common.cpp'),
+        *('common.kernels', 'common.trial_kernel', 'common.tuner', 'common.verify', 'common.targets'),
     )
 )
 ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))
@@ -93,9 +86,9 @@ RULES = {  # the longest matching prefix decides
     # FFCV's own Loader is measured next to ours.
     'tools.benchmark.loader': Rule(('tools', 'aft_vision', 'timm'), lazily=('ffcv',)),
 }
-# Modules with few readers: the oracle of the tests, and the kernels, whose compilers a machine may lack.
+# Modules with few readers: the oracle of the tests, and the kernels in Triton.
 READERS: dict[str, tuple[str, ...]] = {'aft_vision.ops.reference': ('tests', 'tools.visualize_bias')}
-LAZY_MODULES: dict[str, tuple[str, ...]] = dict.fromkeys(TRITON_MODULES + CPP_MODULES, (*TRITON_MODULES, *CPP_MODULES))
+LAZY_MODULES: dict[str, tuple[str, ...]] = dict.fromkeys(TRITON_MODULES, TRITON_MODULES)
 
 
 @dataclass(frozen=True)
@@ -215,7 +208,6 @@ def test_every_part_of_the_tree_has_a_rule_of_its_own():
         ('aft_vision/ops/aft.py', 'import triton'),
         ('aft_vision/ops/aft.py', 'from aft_vision.layers import mixers'),
         ('aft_vision/ops/aft.py', 'from . import reference'),
-        ('aft_vision/ops/operator.py', 'from .conv import cpp'),
         ('aft_vision/ops/operator.py', 'from aft_vision.ops.full.triton import full_forward'),
         ('aft_vision/ops/__init__.py', 'from ..models import aft_vit'),
         ('aft_vision/layers/block.py', 'import timm'),

@@ -52,8 +52,6 @@ FURTHER = {
 }
 # Those of a dry run.
 TINY = [(1, (2, 3), 2, 1, 3)]
-# Position biases of the operators that have any.
-BIASES = {'full': 1, 'conv': 1, 'onehot': 1, 'axial': 2, 'local_causal': 1}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -81,6 +79,7 @@ from aft_vision.commandline import run_command
 from aft_vision.errors import first_line
 from aft_vision.files import write_json
 from aft_vision.ops.common.errors import AcceleratorError
+from aft_vision.ops.declaration import OPERATIONS, Operation
 from tools.processes import interrupted_by_sigterm
 
 FLOAT64, FURTHER_SHAPES = 'float64', 'further shapes'
@@ -111,10 +110,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     # A comparison that is stopped leaves the record as it was.
     with interrupted_by_sigterm():
         for name, dtype in itertools.product(args.operators, args.dtypes):
-            for bias in [dtype, 'float32'] if name in BIASES and dtype != 'float32' else [dtype]:
+            count = len(find_operation(name).biases)
+            for bias in [dtype, 'float32'] if count and dtype != 'float32' else [dtype]:
                 label = dtype if bias == dtype else f'{dtype}, {bias} bias'
                 checks = compilations if args.compile else comparisons
-                types = find_types(dtype, bias, BIASES.get(name, 0))
+                types = find_types(dtype, bias, count)
                 for what, check in checks(name, types, device, args).items():
                     result, error = run_check(check)
                     rows.append({'operator': name, 'type': label, 'check': what, **result})
@@ -138,15 +138,16 @@ def comparisons(
     from aft_vision.ops.common import verify
 
     shapes, further = ([verify.Shape(*x) for x in (TINY if args.dry_run else all_[name])] for all_ in (SHAPES, FURTHER))
+    operation = find_operation(name)
     compared = shapes if args.dry_run else [verify.SMALL, *shapes]
-    found: dict[str, Check] = {FLOAT64: lambda: verify.verify(name, types, device, *compared)}
+    found: dict[str, Check] = {FLOAT64: lambda: verify.verify(operation, types, device, *compared)}
     if not args.thorough:
         return found
 
     function = getattr(ops, f'aft_{name}')
 
     def repeat(again: Callable[[Callable[..., Tensor], list[Any]], list[Tensor]]) -> str | None:
-        inputs = verify.draw_inputs(name, shapes[0], types, device)
+        inputs = verify.draw_inputs(operation, shapes[0], types, device)
         leaves = [_leaf(x) for x in inputs]
 
         def operate(*values: Any) -> Tensor:
@@ -157,9 +158,9 @@ def comparisons(
         return f'other bits in {", ".join(changed)}' if changed else None
 
     def check_further() -> str | None:
-        failure = verify.find_failure(name, types, device, *further, choices=1)
+        failure = verify.find_failure(operation, types, device, *further, choices=1)
         if failure is not None:
-            verify.record_failure(name, types, device, failure)
+            verify.record_failure(operation, types, device, failure)
         return failure
 
     found |= {
@@ -211,7 +212,7 @@ def compilations(
     shapes = [verify.Shape(*shape) for shape in SHAPES[name]]
 
     def check(capability: str) -> str | None:
-        found = targets.compile_kernels(name, types, capability, *shapes, choices=args.choices)
+        found = targets.compile_kernels(find_operation(name), types, capability, *shapes, choices=args.choices)
         print(f'{found.binaries} binaries of {len(found.kernels)} kernels, {found.too_large} too large')
         return found.failure
 
@@ -243,6 +244,11 @@ def show(rows: list[dict[str, Any]], path: Path | None) -> None:
 def write_rows(rows: list[dict[str, Any]], path: Path, complete: bool) -> None:
     """Write the rows as JSON, and whether they are all."""
     write_json(path, {'complete': complete, 'rows': rows})
+
+
+def find_operation(name: str) -> Operation:
+    """Return the operation of a name without its first part."""
+    return OPERATIONS[f'aft_{name}']
 
 
 def find_types(dtype: str, bias: str, biases: int) -> tuple[torch.dtype, ...]:

@@ -19,7 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aft_vision.ops.operator import OPERATORS
+from aft_vision.ops.axial import AXIAL
+from aft_vision.ops.conv import CONV, ONEHOT
+from aft_vision.ops.full import FULL
+from aft_vision.ops.local import LOCAL
+from aft_vision.ops.simple import SIMPLE
 from aft_vision.ops.tracing import fix_grid, keeps_sums
 
 F = TypeVar('F', bound=Callable[..., Any])
@@ -46,7 +50,7 @@ def _aft_full(
     weights: Tensor | None = None,
 ) -> Tensor:
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_full'](q, k, v, bias, mask, backend, weights=weights)
+        return FULL(q, k, v, bias, mask, backend, weights=weights)
     return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, keeps_sums(), backend)[0]
 
 
@@ -99,7 +103,7 @@ def aft_local(
         ValueError: shapes do not match, the band's width is even, mask is not a bool (B, T), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_local'](q, k, v, band, mask, backend)
+        return LOCAL(q, k, v, band, mask, backend)
     return torch.ops.aft_vision.aft_local(q, k, v, band, mask, keeps_sums(), backend)[0]
 
 
@@ -118,7 +122,7 @@ def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = Non
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_simple'](q, k, v, mask, backend)
+        return SIMPLE(q, k, v, mask, backend)
     return torch.ops.aft_vision.aft_simple(q, k, v, mask, keeps_sums(), backend)[0]
 
 
@@ -134,7 +138,7 @@ def _aft_conv(
     weights: Tensor | None = None,
 ) -> Tensor:
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_conv'](q, k, v, kernel, grid, mask, global_context, backend, weights=weights)
+        return CONV(q, k, v, kernel, grid, mask, global_context, backend, weights=weights)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_conv(q, k, v, kernel, sizes, mask, global_context, keeps_sums(), backend)[0]
 
@@ -209,7 +213,7 @@ def aft_onehot(
             mask is not a bool (B, H * W), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_onehot'](q, k, v, offset, weight, grid, mask, backend)
+        return ONEHOT(q, k, v, offset, weight, grid, mask, backend)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_onehot(q, k, v, offset, weight, sizes, mask, keeps_sums(), backend)[0]
 
@@ -247,6 +251,6 @@ def aft_axial(
             tokens, mask is not a bool (B, H * W), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_axial'](q, k, v, row_bias, column_bias, grid, mask, backend)
+        return AXIAL(q, k, v, row_bias, column_bias, grid, mask, backend)
     k, sizes = fix_grid(k, grid)
     return torch.ops.aft_vision.aft_axial(q, k, v, row_bias, column_bias, sizes, mask, keeps_sums(), backend)[0]

@@ -6,7 +6,7 @@ On a CPU any finite key and bias is exact, and a key or value that is not finite
 import torch
 from torch import Tensor
 
-from aft_vision.ops.operator import OPERATORS
+from aft_vision.ops.causal import FULL_CAUSAL, LOCAL_CAUSAL, SIMPLE_CAUSAL
 from aft_vision.ops.tracing import keeps_sums
 
 
@@ -28,7 +28,7 @@ def aft_full_causal(
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_full_causal'](q, k, v, bias, mask, backend)
+        return FULL_CAUSAL(q, k, v, bias, mask, backend)
     return torch.ops.aft_vision.aft_full_causal(q, k, v, bias, mask, keeps_sums(), backend)[0]
 
 
@@ -50,7 +50,7 @@ def aft_local_causal(
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_local_causal'](q, k, v, band, mask, backend)
+        return LOCAL_CAUSAL(q, k, v, band, mask, backend)
     return torch.ops.aft_vision.aft_local_causal(q, k, v, band, mask, keeps_sums(), backend)[0]
 
 
@@ -71,5 +71,5 @@ def aft_simple_causal(
         ValueError: shapes do not match, mask is not a bool (B, T), or the backend is unknown.
     """
     if not torch.jit.is_scripting():
-        return OPERATORS['aft_simple_causal'](q, k, v, mask, backend)
+        return SIMPLE_CAUSAL(q, k, v, mask, backend)
     return torch.ops.aft_vision.aft_simple_causal(q, k, v, mask, keeps_sums(), backend)[0]

@@ -7,8 +7,7 @@ runs. A target weights the values and keys of `window` sources individually. If 
     forward  = 2 B T (window (D + h) + D)
     backward = 2 B T (window (D + h) (1, with a gradient of the bias 2) + 2 D)
 
-AFT-full and AFT-axial have only the first term, AFT-simple only the second. `window` is T for AFT-full, H + W for
-AFT-axial, the taps s s for AFT-conv, 1 for AFT-onehot, and the width of the band for AFT-local, at most T. As in
+Each operation declares its `window`, and whether it has the other terms: AFT-full and AFT-axial have none. As in
 torch's count of a padded convolution and of causal attention, sources beyond the edges and in the future are included.
 Element-wise operations are not: exponentials, divisions, gates.
 """
@@ -19,37 +18,25 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-Shape = Sequence[int]
-
-# Sources that a target weights one by one, from the shapes of v and of what follows it, the bias first.
-WINDOWS: dict[str, Callable[..., int]] = {
-    'aft_full': lambda v, *_: v[1],
-    'aft_simple': lambda v, *_: 0,
-    'aft_local': lambda v, band, *_: min(v[1], band[1]),
-    'aft_conv': lambda v, kernel, *_: kernel[1] * kernel[2],
-    'aft_onehot': lambda v, *_: 1,
-    'aft_axial': lambda v, row_bias, column_bias, grid, *_: grid[0] + grid[1],
-    'aft_full_causal': lambda v, *_: v[1],
-    'aft_local_causal': lambda v, band, *_: min(v[1], band[1]),
-    'aft_simple_causal': lambda v, *_: 0,
-}
+from aft_vision.ops.declaration import OPERATIONS, Operation
 
 
-def count_products(name: str, inputs: Sequence[Any]) -> tuple[int, int]:
-    """Count the multiplications of an operator's forward.
+def count_products(operation: Operation, inputs: Sequence[Any]) -> tuple[int, int]:
+    """Count the multiplications of an operation's forward.
 
     Args:
-        name: name of the operator.
-        inputs: its inputs in order, with shapes instead of tensors.
+        inputs: its inputs in order, with shapes instead of tensors; more may follow.
 
     Returns:
         The multiplications by weights of single sources, and those of the sum that all targets share.
     """
-    k, v = inputs[1:3]
-    batch, tokens, dim = v
-    has_sum = inputs[6] if name == 'aft_conv' else not name.startswith(('aft_full', 'aft_axial'))
-    each = WINDOWS[name](*inputs[2:]) * (dim + k[2])
-    return batch * tokens * each, batch * tokens * dim * has_sum
+    named = operation.inputs._make(inputs[: len(operation.inputs._fields)])
+    batch, tokens, dim = named.v
+    if operation.products is None:
+        window, has_sum = (tokens, False) if operation.biases else (0, True)
+    else:
+        window, has_sum = operation.products(named)
+    return batch * tokens * window * (dim + named.k[2]), batch * tokens * dim * has_sum
 
 
 def jit_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
@@ -58,27 +45,26 @@ def jit_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
     `FlopCountAnalysis(model, images).set_op_handle(**jit_handles())`. As in fvcore, a handle counts a multiply-add as
     one.
     """
-    return {f'aft_vision::{name}': _jit_handle(name) for name in WINDOWS}
+    return {f'aft_vision::{name}': _jit_handle(operation) for name, operation in OPERATIONS.items()}
 
 
-def _jit_handle(name: str) -> Callable[[Sequence[Any], Sequence[Any]], int]:
+def _jit_handle(operation: Operation) -> Callable[[Sequence[Any], Sequence[Any]], int]:
     def handle(inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        return sum(count_products(name, [x.type().sizes() if x.isCompleteTensor() else x.toIValue() for x in inputs]))
+        shapes = [x.type().sizes() if x.isCompleteTensor() else x.toIValue() for x in inputs]
+        return sum(count_products(operation, shapes))
 
     return handle
 
 
-def _register(name: str) -> None:
-    @register_flop_formula(getattr(torch.ops.aft_vision, name))
-    def forward(*inputs: Any, **_: Any) -> int:
-        return 2 * sum(count_products(name, inputs))
+def register(operation: Operation) -> None:
+    """Register the counts of an operation's two operators with torch."""
 
-    @register_flop_formula(getattr(torch.ops.aft_vision, f'{name}_backward'))
-    def backward(grad: Shape, y: Shape, saved: Shape, *inputs: Any, **_: Any) -> int:
-        each, total = count_products(name, inputs)
+    @register_flop_formula(getattr(torch.ops.aft_vision, operation.name))
+    def forward(*inputs: Any, **_: Any) -> int:
+        return 2 * sum(count_products(operation, inputs))
+
+    @register_flop_formula(getattr(torch.ops.aft_vision, f'{operation.name}_backward'))
+    def backward(grad: Any, y: Any, saved: Any, *inputs: Any, **_: Any) -> int:
+        each, total = count_products(operation, inputs)
         need_bias = inputs[-2]
         return 2 * (each * (1 + need_bias) + 2 * total)
-
-
-for _name in WINDOWS:
-    _register(_name)

@@ -17,6 +17,8 @@ from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 from torch.autograd import forward_ad
 from torch.library import CustomOpDef, Library
 
+from aft_vision.ops.declaration import OPERATIONS
+
 # Kernels for the dispatch key that every call under a transform of torch.func uses first.
 FRONT = 'FuncTorchDynamicLayerFrontMode'
 # Keys of the kernels that compute.
@@ -46,8 +48,8 @@ def second_derivative_error(operator: CustomOpDef) -> RuntimeError:
     """Return the error for a second derivative, which names the form that supports it."""
     name = operator._name.removesuffix('_backward')
     remedy = (
-        'take aft_vision.ops.aten.aft_full with a bias of minus infinity at sources in the future'
-        if name.endswith('_causal')
+        'take aft_vision.ops.aten.aft_full with the whole bias, minus infinity at sources that a target does not see'
+        if OPERATIONS[name].graph is None
         else 'take the forms in aft_vision.ops.aten (models: exportable=True)'
     )
     return RuntimeError(

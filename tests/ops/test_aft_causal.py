@@ -29,9 +29,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from aft_vision import ops
-from aft_vision.ops import operator, reference
+from aft_vision.ops import reference
 from aft_vision.ops.causal import eager
 from aft_vision.ops.decode import eager as decode
+from aft_vision.ops.decode import step as decode_step
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAMES = ['aft_full_causal', 'aft_local_causal', 'aft_simple_causal']
@@ -272,7 +273,7 @@ def test_a_key_of_minus_infinity_counts_for_nothing_whatever_its_value(name: str
 @pytest.mark.parametrize('name', NAMES[1:])
 def test_a_step_with_a_key_of_minus_infinity_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, name: str, form: str):
     if form == 'eager':
-        monkeypatch.setattr(operator, 'step_kernels', lambda *_: None)
+        monkeypatch.setattr(decode_step, 'step_kernels', lambda *_: None)
     inputs = plain(make_inputs(name, 12, s=4))
     inputs['k'][:, [0, 3, 9], 1] = -math.inf
     expected = getattr(reference, name)(**plain(inputs, torch.float64))
@@ -506,7 +507,7 @@ def test_a_key_however_far_below_the_sums_counts_under_its_bias(
     monkeypatch: pytest.MonkeyPatch, form: str, chunks: list[int]
 ):
     if form == 'eager':
-        monkeypatch.setattr(operator, 'step_kernels', lambda *_: None)
+        monkeypatch.setattr(decode_step, 'step_kernels', lambda *_: None)
     k, v = column(0, 0, 0, -450, -900, 0, 0, 700, 1), column(1, 1, 1, 5, 7, 1, 2, 3, 4)
     band = torch.zeros(9, 2)
     band[3, 1], band[4, 0], band[5, 0], band[8, 1] = 500.0, 480.0, 950.0, 900.0

@@ -5,26 +5,25 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import make_inputs, single
+from helpers import make_inputs, operands, single
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_vision import ops
-from aft_vision.ops.common.inputs import FullInputs, check_full
-from aft_vision.ops.operator import OPERATORS
+from aft_vision.ops.declaration import OPERATIONS, Form, Operation
+from aft_vision.ops.full.eager import FullInputs, full_backward, full_forward
 
-each_name = pytest.mark.parametrize('name', OPERATORS)
+each_name = pytest.mark.parametrize('name', OPERATIONS)
 
 
 def inputs_of(name: str) -> list[Any]:
     """Inputs of an operation, of which the floating-point ones want gradients."""
-    return list(single(make_inputs(name, (3, 5), s=3, heads=3)).values())
+    return list(operands(name, single(make_inputs(name, (3, 5), s=3, heads=3))))
 
 
 def call_operator(name: str, inputs: list[Any], save: bool) -> Tensor:
-    more = (None, True) if name == 'aft_conv' else (None,)
-    return getattr(torch.ops.aft_vision, name)(*inputs, *more, save, 'auto')[0]
+    return getattr(torch.ops.aft_vision, name)(*inputs, save, 'auto')[0]
 
 
 def leaves_of(inputs: list[Any]) -> list[Tensor]:
@@ -135,7 +134,7 @@ def test_a_backward_through_the_operator_has_the_same_gradients_as_a_straight_on
 
 @pytest.mark.parametrize('backend', ['form full.cpp', 'cuda', ''])
 def test_an_unknown_backend_reaches_no_form(backend: str):
-    q, k, v, bias = (x.detach() for x in inputs_of('aft_full'))
+    q, k, v, bias = (x.detach() for x in inputs_of('aft_full')[:4])
     message = r'backend must be one of auto, eager, cpp, triton, aten, got'
     y, saved = torch.ops.aft_vision.aft_full(q, k, v, bias, None, True, 'auto')
     for call in (
@@ -151,20 +150,20 @@ def test_an_unknown_backend_reaches_no_form(backend: str):
 @pytest.mark.parametrize('wrong', ['grad', 'y', 'saved'])
 def test_a_backward_refuses_results_of_other_shapes(name: str, wrong: str):
     inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs_of(name)]
-    more = (None, True) if name == 'aft_conv' else (None,)
-    y, saved = getattr(torch.ops.aft_vision, name)(*inputs, *more, True, 'auto')
+    y, saved = getattr(torch.ops.aft_vision, name)(*inputs, True, 'auto')
     results = {'grad': torch.ones_like(y), 'y': y, 'saved': saved}
     results[wrong] = results[wrong].new_zeros(1, 2, 3)
     with pytest.raises(ValueError, match=f'{wrong} must have shape'):
-        getattr(torch.ops.aft_vision, f'{name}_backward')(*results.values(), *inputs, *more, True, 'auto')
+        getattr(torch.ops.aft_vision, f'{name}_backward')(*results.values(), *inputs, True, 'auto')
 
 
-@pytest.mark.parametrize('name', ['aft_conv', 'aft_onehot', 'aft_axial'])
+@pytest.mark.parametrize('name', [name for name, operation in OPERATIONS.items() if operation.has_grid])
 def test_a_grid_that_is_changed_after_the_call_does_not_change_the_gradients(name: str):
     inputs = inputs_of(name)
     expected = torch.autograd.grad(getattr(ops, name)(*inputs).square().sum(), leaves_of(inputs))
-    grid = list(inputs[-1])
-    y = getattr(ops, name)(*inputs[:-1], grid)
+    place = OPERATIONS[name].inputs._fields.index('grid')
+    inputs[place] = grid = list(inputs[place])
+    y = getattr(ops, name)(*inputs)
     grid[:] = [30, 50]
     for got, wanted in zip(torch.autograd.grad(y.square().sum(), leaves_of(inputs)), expected, strict=True):
         assert torch.equal(got, wanted)
@@ -195,10 +194,11 @@ def test_every_form_refuses_weights_that_are_those_of_no_bias(name: str, backend
 
 
 def test_weights_of_an_operation_that_has_none_are_refused():
-    with pytest.raises(ValueError, match="name must be one of aft_full, aft_conv, got 'aft_simple'"):
+    with pytest.raises(ValueError, match="name must be one of aft_conv, aft_full, got 'aft_simple'"):
         ops.bias_weights('aft_simple', torch.zeros(15, 15), torch.zeros(2, 15, 6))
 
 
 def test_an_operator_with_a_bias_needs_a_forward_mode():
-    with pytest.raises(ValueError, match='expected find_places for aft_full, got None'):
-        type(OPERATORS['aft_full'])('aft_full', FullInputs, check_full)
+    form = Form('eager', full_forward, full_backward)
+    with pytest.raises(ValueError, match='expected bias_index for aft_full, got None'):
+        Operation('aft_full', FullInputs, (form,), biases=('bias',))

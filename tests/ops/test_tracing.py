@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.jit import TracerWarning
 
 from aft_vision import ops
-from aft_vision.ops.operator import OPERATORS
+from aft_vision.ops.declaration import OPERATIONS
 
-INPUTS = {name: make_inputs(name, (3, 5), s=3, heads=3) for name in OPERATORS}
+INPUTS = {name: make_inputs(name, (3, 5), s=3, heads=3) for name in OPERATIONS}
 
 
 class Grid(nn.Module):
@@ -32,7 +32,7 @@ def nodes(traced: torch.jit.ScriptFunction) -> list[str]:
 
 
 @pytest.mark.parametrize('gradients', [True, False])
-@pytest.mark.parametrize('name', OPERATORS)
+@pytest.mark.parametrize('name', OPERATIONS)
 def test_a_trace_is_one_node_with_the_result_and_the_gradient(name: str, gradients: bool):
     q, k, v, *others = INPUTS[name].values()
 
@@ -50,7 +50,7 @@ def test_a_trace_is_one_node_with_the_result_and_the_gradient(name: str, gradien
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize('name', ['aft_conv', 'aft_onehot', 'aft_axial'])
+@pytest.mark.parametrize('name', [name for name, operation in OPERATIONS.items() if operation.has_grid])
 def test_a_trace_that_was_saved_has_the_grid_it_was_made_for(name: str):
     module, maps = Grid(name), randn(2, 6, 3, 5)
     with pytest.warns(TracerWarning, match='Python integer'):

@@ -17,10 +17,10 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import aft_vision  # noqa: F401, the import registers the models
 from aft_vision import ops
 from aft_vision.ops import aten, reference
-from aft_vision.ops.operator import OPERATORS
+from aft_vision.ops.declaration import OPERATIONS
 
 # name -> (operation, inputs)
-CASES = {name: (name, make_inputs(name, (3, 5), s=3, heads=3)) for name in OPERATORS}
+CASES = {name: (name, make_inputs(name, (3, 5), s=3, heads=3)) for name in OPERATIONS}
 CASES['depthwise'] = 'aft_conv', make_inputs('aft_conv', (3, 5))
 CASES['no global context'] = 'aft_conv', CASES['aft_conv'][1] | {'global_context': False}
 each_case = pytest.mark.parametrize('case', CASES)

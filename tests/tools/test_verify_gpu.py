@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aft_vision.commandline import run_command
 from aft_vision.ops.common.errors import AcceleratorError
+from aft_vision.ops.declaration import OPERATIONS, Operation
 from tools import verify_gpu
 
 
@@ -32,9 +33,13 @@ def test_it_records_every_operator_at_shapes_of_models(
 
     found: list[SimpleNamespace] = []
 
-    def record(name: str, types: tuple[torch.dtype, ...], device: torch.device, *shapes: tuple[int, ...]) -> str | None:
-        found.append(SimpleNamespace(name=name, types=types, tokens=max(x.grid[0] * x.grid[1] for x in shapes)))
-        return reason if name == 'conv' else None
+    def record(
+        operation: Operation, types: tuple[torch.dtype, ...], device: torch.device, *shapes: tuple[int, ...]
+    ) -> str | None:
+        found.append(
+            SimpleNamespace(name=operation.name, types=types, tokens=max(x.grid[0] * x.grid[1] for x in shapes))
+        )
+        return reason if operation.name == 'aft_conv' else None
 
     monkeypatch.setattr(verify_gpu, 'find_obstacle', lambda device: None)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
@@ -43,14 +48,14 @@ def test_it_records_every_operator_at_shapes_of_models(
     with nullcontext() if reason is None else pytest.raises(SystemExit) as stopped:
         verify_gpu.main([])
     assert reason is None or stopped.value.code == 1
-    assert {x.name for x in found} == set(verify.OPERATORS)
+    kernels = [x for x in OPERATIONS.values() if x.form('triton')]
+    assert {x.name for x in found} == {x.name for x in kernels}
     assert {x.types for x in found if len(x.types) == 1} == {(dtype,) for dtype in verify.BOUNDS}
     # As under autocast.
-    biases = {'full': 1, 'conv': 1, 'onehot': 1, 'axial': 2, 'local_causal': 1}
     halves = torch.bfloat16, torch.float16
-    mixed = {(name, (half,) * 3 + (torch.float32,) * count) for name, count in biases.items() for half in halves}
+    mixed = {(x.name, (half,) * 3 + (torch.float32,) * len(x.biases)) for x in kernels if x.biases for half in halves}
     assert {(x.name, x.types) for x in found if len(x.types) > 1} == mixed
-    assert len(found) == 3 * len(verify.OPERATORS) + 10
+    assert len(found) == 3 * len(kernels) + 10
     assert min(x.tokens for x in found) >= 196
     lines = capsys.readouterr().out.splitlines()
     assert sum('agrees' in line for line in lines) == (31 if reason is None else 26)

@@ -6,8 +6,8 @@ A call with a denominator that underflows is repeated by the torch form, which r
 from torch import Tensor
 
 from aft_vision.ops.axial import eager
+from aft_vision.ops.axial.eager import AxialInputs
 from aft_vision.ops.common.cpp import address, cast, float_buffer, floats, run_backward, run_forward, stream
-from aft_vision.ops.common.inputs import AxialInputs
 
 
 def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor | None]:

@@ -5,15 +5,29 @@ of two Toeplitz matrices for each head, A over rows and B over columns. Every so
 of H + W terms for each target, not of H W. No term is negative, so nothing cancels.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import AxialInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, Workspace, mix_backward, mix_forward
 from aft_vision.ops.common.numerics import accumulate_dtype, product_dtype
+
+
+class AxialInputs(NamedTuple):
+    """Inputs of `ops.aft_axial`."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    row_bias: Tensor
+    column_bias: Tensor
+    grid: Sequence[int]
+    mask: Tensor | None = None
 
 
 class AxisWeights:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from aft_vision.ops.axial.eager import AxisWeights
+from aft_vision.ops.axial.eager import AxialInputs, AxisWeights
 from aft_vision.ops.axial.kernels import (
     columns_kernel,
     pairs_kernel,
@@ -20,10 +20,11 @@ from aft_vision.ops.axial.kernels import (
     sources_kernel,
     targets_kernel,
 )
-from aft_vision.ops.common.inputs import AxialInputs, ConvInputs, empty_denominator
+from aft_vision.ops.common.inputs import empty_denominator
 from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import as_bytes, interprets, launching, product_type, products, rows
 from aft_vision.ops.conv import repair_kernels as repair
+from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.triton import REPAIR, conv_backward, conv_forward, repairs, strides
 
 # The smallest side of a product on tensor cores, and the largest number of tokens of a line in a tile.

@@ -1,1 +1,81 @@
-"""The causal forms of AFT-full, AFT-local and AFT-simple."""
+"""The causal forms of AFT-full, AFT-local and AFT-simple (footnote 2)."""
+
+from torch import Tensor
+
+from aft_vision.ops.causal import eager, local_cpp, simple_cpp
+from aft_vision.ops.common import cpp as compiled
+from aft_vision.ops.common.inputs import Qkv, check_qkv
+from aft_vision.ops.declaration import BiasIndex, Form, Operation, deferred
+from aft_vision.ops.full import check_full, full_index
+from aft_vision.ops.full.eager import FullInputs
+from aft_vision.ops.local.band import band_index
+from aft_vision.ops.local.eager import LocalInputs
+from aft_vision.ops.operator import register, triton_form
+
+
+def check_local_causal(inputs: LocalInputs) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_local_causal`."""
+    check_qkv(inputs)
+    v, band = inputs.v, inputs.band
+    if band.ndim != 2 or band.shape[0] != v.shape[1] or band.shape[1] == 0:
+        raise ValueError(f'band must have shape ({v.shape[1]}, s) for a window of s tokens, got {tuple(band.shape)}')
+
+
+def _full_index(inputs: FullInputs, target: Tensor, source: Tensor) -> BiasIndex:
+    return full_index(inputs, target, source)._replace(seen=source <= target)
+
+
+def _local_index(inputs: LocalInputs, target: Tensor, source: Tensor) -> BiasIndex:
+    width = inputs.band.shape[1]
+    return BiasIndex(*band_index(width, width - 1, target, source), source <= target)
+
+
+FULL_CAUSAL = register(
+    Operation(
+        'aft_full_causal',
+        FullInputs,
+        forms=(Form('eager', eager.full_causal_forward, eager.full_causal_backward),),
+        check=check_full,
+        biases=('bias',),
+        bias_index=_full_index,
+        reference=deferred('reference', 'aft_full_causal'),
+        draw=lambda shape, draw: {'bias': draw(shape.tokens, shape.tokens)},
+    )
+)
+LOCAL_CAUSAL = register(
+    Operation(
+        'aft_local_causal',
+        LocalInputs,
+        forms=(
+            Form('cpp', local_cpp.local_causal_forward, local_cpp.local_causal_backward, local_cpp.supports),
+            triton_form(
+                'aft_local_causal',
+                deferred('causal.local_triton', 'local_causal_forward'),
+                deferred('causal.local_triton', 'local_causal_backward'),
+            ),
+            Form('eager', eager.local_causal_forward, eager.local_causal_backward),
+        ),
+        check=check_local_causal,
+        biases=('band',),
+        bias_index=_local_index,
+        products=lambda x: (min(x.v[1], x.band[1]), True),
+        reference=deferred('reference', 'aft_local_causal'),
+        draw=lambda shape, draw: {'band': draw(shape.tokens, shape.window)},
+    )
+)
+SIMPLE_CAUSAL = register(
+    Operation(
+        'aft_simple_causal',
+        Qkv,
+        forms=(
+            Form('cpp', simple_cpp.simple_causal_forward, simple_cpp.simple_causal_backward, compiled.supports),
+            triton_form(
+                'aft_simple_causal',
+                deferred('causal.simple_triton', 'simple_causal_forward'),
+                deferred('causal.simple_triton', 'simple_causal_backward'),
+            ),
+            Form('eager', eager.simple_causal_forward, eager.simple_causal_backward),
+        ),
+        reference=deferred('reference', 'aft_simple_causal'),
+    )
+)

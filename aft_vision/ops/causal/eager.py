@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.causal.bias import BandBias, CausalBias, FullBias, NoBias
-from aft_vision.ops.common.inputs import FullInputs, Inputs, LocalInputs, Qkv, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import Inputs, Qkv, empty_denominator, empty_output
 from aft_vision.ops.common.numerics import (
     UNDERFLOW,
     accumulate_dtype,
@@ -30,6 +30,8 @@ from aft_vision.ops.common.numerics import (
     product_dtype,
 )
 from aft_vision.ops.common.repair import joint_softmax, lost_elements
+from aft_vision.ops.full.eager import FullInputs
+from aft_vision.ops.local.eager import LocalInputs
 
 # How far a key may exceed its reference, in nats.
 HEADROOM = 60.0

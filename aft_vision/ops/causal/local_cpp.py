@@ -20,6 +20,7 @@ from aft_vision.ops.causal.eager import (
     shield_forward,
     vanishing_limit,
 )
+from aft_vision.ops.common import cpp
 from aft_vision.ops.common.cpp import (
     LEAST,
     address,
@@ -34,13 +35,19 @@ from aft_vision.ops.common.cpp import (
     profiled,
     stream,
 )
-from aft_vision.ops.common.inputs import LocalInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.numerics import gate, product_dtype
 from aft_vision.ops.local.band import block_length
+from aft_vision.ops.local.eager import LocalInputs
 
 
 class _Limits(ctypes.Structure):
     _fields_ = [('underflow', ctypes.c_float), ('vanishing', ctypes.c_float)]
+
+
+def supports(inputs: LocalInputs) -> bool:
+    """Return whether the kernels take such inputs."""
+    return inputs.band.dtype != torch.float64 and cpp.supports(inputs)
 
 
 @shield_forward

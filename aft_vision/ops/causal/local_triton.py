@@ -11,8 +11,9 @@ from torch import Tensor
 from aft_vision.ops.causal import local_backward_kernels as backward
 from aft_vision.ops.causal import local_kernels as device
 from aft_vision.ops.causal import local_repair_kernels as repair
-from aft_vision.ops.common.inputs import LocalInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.launch import as_bytes, interprets, launching, like, product_type, products, rows
+from aft_vision.ops.local.eager import LocalInputs
 
 # Approximate number of programs for the gradient of the band: several per multiprocessor of a large GPU.
 PROGRAMS = 512

@@ -108,6 +108,14 @@ def whole_vectors(count: int) -> int:
     return -(-count // lanes()) * lanes()
 
 
+def supports(inputs: Sequence[Any]) -> bool:
+    """Return whether the kernels take such inputs: on a CPU, with sums in float32, where they have been built."""
+    for x in inputs:
+        if isinstance(x, Tensor) and not x.is_cpu:
+            return False
+    return inputs[2].dtype != torch.float64 and library() is not None
+
+
 class Tokens(ctypes.Structure):
     """A (B, T, D) float32 tensor with contiguous channels, and its strides over B and T; null for None."""
 

@@ -1,7 +1,6 @@
-"""The inputs of each operator and their checks, and buffers for its results: what all of its forms agree on."""
+"""The inputs that all operations have, their checks, and buffers for results: what all forms agree on."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,74 +30,7 @@ class Qkv(NamedTuple):
     q: Tensor | None
     k: Tensor
     v: Tensor
-    mask: Tensor | None
-
-
-class FullInputs(NamedTuple):
-    """Inputs of `ops.aft_full` and `ops.aft_full_causal`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    bias: Tensor
-    mask: Tensor | None
-
-
-class LocalInputs(NamedTuple):
-    """Inputs of `ops.aft_local` and `ops.aft_local_causal`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    band: Tensor
-    mask: Tensor | None
-
-
-class ConvInputs(NamedTuple):
-    """Inputs of `ops.aft_conv`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    kernel: Tensor
-    grid: Sequence[int]
-    mask: Tensor | None
-    global_context: bool
-
-    @property
-    def channels(self) -> int:
-        """Return the number of channels per head."""
-        return self.v.shape[2] // self.k.shape[2]
-
-    def part(self, head: slice) -> 'ConvInputs':
-        """Return the inputs of some heads."""
-        channel = slice(head.start * self.channels, head.stop * self.channels)
-        q = None if self.q is None else self.q[..., channel]
-        return self._replace(q=q, k=self.k[..., head], v=self.v[..., channel], kernel=self.kernel[head])
-
-
-class OnehotInputs(NamedTuple):
-    """Inputs of `ops.aft_onehot`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    offset: Tensor
-    weight: Tensor
-    grid: Sequence[int]
-    mask: Tensor | None
-
-
-class AxialInputs(NamedTuple):
-    """Inputs of `ops.aft_axial`."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-    row_bias: Tensor
-    column_bias: Tensor
-    grid: Sequence[int]
-    mask: Tensor | None
+    mask: Tensor | None = None
 
 
 def check_qkv(inputs: Inputs, heads: int | None = None) -> None:
@@ -128,66 +60,8 @@ def check_qkv(inputs: Inputs, heads: int | None = None) -> None:
         )
 
 
-def check_full(inputs: FullInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_full`."""
-    check_qkv(inputs)
-    bias, tokens = inputs.bias, inputs.v.shape[1]
-    if bias.shape != (tokens, tokens):
-        raise ValueError(f'bias must have shape {(tokens, tokens)} to match v, got {tuple(bias.shape)}')
-
-
-def check_local(inputs: LocalInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_local`."""
-    check_qkv(inputs)
-    band, tokens = inputs.band, inputs.v.shape[1]
-    if band.ndim != 2 or band.shape[0] != tokens or band.shape[1] % 2 == 0:
-        raise ValueError(
-            f'band must have shape ({tokens}, 2 * s - 1) for a window of s tokens, got {tuple(band.shape)}'
-        )
-
-
-def check_local_causal(inputs: LocalInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_local_causal`."""
-    check_qkv(inputs)
-    v, band = inputs.v, inputs.band
-    if band.ndim != 2 or band.shape[0] != v.shape[1] or band.shape[1] == 0:
-        raise ValueError(f'band must have shape ({v.shape[1]}, s) for a window of s tokens, got {tuple(band.shape)}')
-
-
-def check_conv(inputs: ConvInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_conv`."""
-    shape = inputs.kernel.shape
-    if len(shape) != 3 or shape[0] == 0 or shape[1] != shape[2] or shape[1] % 2 == 0:
-        raise ValueError(f'kernel must have shape (h, s, s) with h of at least 1 and s odd, got {tuple(shape)}')
-    _check_heads(inputs, shape[0], 'kernel')
-
-
-def check_onehot(inputs: OnehotInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_onehot`."""
-    offset, weight = inputs.offset, inputs.weight
-    if offset.ndim != 2 or len(offset) == 0 or offset.shape[1] != 2 or offset.dtype != torch.int64:
-        raise ValueError(
-            f'offset must be int64 of shape (h, 2) with h of at least 1, '
-            f'got {offset.dtype} of shape {tuple(offset.shape)}'
-        )
-    heads = offset.shape[0]
-    if tuple(weight.shape) != (heads,):
-        raise ValueError(f'weight must have shape ({heads},) to match offset, got {tuple(weight.shape)}')
-    _check_heads(inputs, heads, 'offset')
-
-
-def check_axial(inputs: AxialInputs) -> None:
-    """Raise ValueError unless the shapes are those of `ops.aft_axial`."""
-    heads = len(inputs.row_bias)
-    for name, shape in (('row_bias', inputs.row_bias.shape), ('column_bias', inputs.column_bias.shape)):
-        if len(shape) != 2 or shape[0] == 0 or shape[1] % 2 == 0:
-            raise ValueError(f'{name} must have shape (h, 2 * s - 1) with h of at least 1, got {tuple(shape)}')
-        if shape[0] != heads:
-            raise ValueError(f'{name} must have the {heads} heads of row_bias, got {shape[0]}')
-    _check_heads(inputs, heads, 'row_bias')
-
-
-def _check_heads(inputs: ConvInputs | OnehotInputs | AxialInputs, heads: int, name: str) -> None:
+def check_heads(inputs: Any, heads: int, name: str) -> None:
+    """Raise ValueError unless the tokens are on the grid, and v has a part for each head of the bias `name`."""
     v, grid = inputs.v, inputs.grid
     if v.ndim == 3 and v.shape[2] % heads != 0:
         raise ValueError(f'the {heads} heads of {name} must divide the {v.shape[2]} channels of v')

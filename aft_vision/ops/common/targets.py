@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from aft_vision.errors import first_line
 from aft_vision.ops.common import verify
 from aft_vision.ops.common.tuner import Tuner
+from aft_vision.ops.declaration import Operation, Shape
 
 # KiB of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide).
 SHARED_MEMORY = {'8.0': 163, '8.6': 99, '8.9': 99, '9.0': 227, '10.0': 227, '12.0': 99}
@@ -38,9 +39,9 @@ class Compiled(NamedTuple):
 
 
 def compile_kernels(
-    name: str, types: verify.Types, capability: str, *shapes: verify.Shape, choices: int | None = None
+    operation: Operation, types: verify.Types, capability: str, *shapes: Shape, choices: int | None = None
 ) -> Compiled:
-    """Compile the forward and the backward of an operator of `verify.OPERATORS`, with every size of tiles.
+    """Compile the forward and the backward of an operation in Triton, with every size of tiles.
 
     It fails where one cannot be compiled, or where the sizes of tiles that run while a graph is captured do not fit.
 
@@ -53,9 +54,9 @@ def compile_kernels(
     failure = None
     with _targeting(capability) as (compiled, refused):
         try:
-            kernels = verify.Form(verify.OPERATORS[name].triton, name)
+            kernels = verify.triton_form(operation)
             for shape in shapes:
-                inputs = verify.draw_inputs(name, shape, types, torch.device('cpu'))
+                inputs = verify.draw_inputs(operation, shape, types, torch.device('cpu'))
                 for _ in Tuner.run_each(partial(verify._run, kernels, inputs), choices):
                     pass
         # Each part of the compiler fails in its own way.

@@ -7,7 +7,6 @@ of device. A process decides once per operator and input types, so a forward and
 import contextlib
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import logging
@@ -15,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,9 +24,9 @@ from aft_vision.errors import first_line
 from aft_vision.ops.common import launch
 from aft_vision.ops.common.capture import is_capturing
 from aft_vision.ops.common.errors import AcceleratorError
-from aft_vision.ops.common.inputs import AxialInputs, ConvInputs, FullInputs, LocalInputs, OnehotInputs, Qkv
 from aft_vision.ops.common.locks import locked
 from aft_vision.ops.common.tuner import Tuner
+from aft_vision.ops.declaration import Form, Operation, Shape
 
 _logger = logging.getLogger(__name__)
 
@@ -58,138 +57,39 @@ Results = dict[str, Any]
 # The reason why kernels are not used, or None, for each operator, types and device.
 _decisions: dict[tuple[str, Types, torch.device], str | None] = {}
 
-
-class Shape(NamedTuple):
-    """The size of a comparison: sequences, a grid of tokens, channels, channels per head, and a window."""
-
-    B: int
-    grid: tuple[int, int]
-    D: int
-    channels: int
-    window: int
-
-
 # Several tiles of tokens and of channels; as in models, 16 divides D but not T.
 SMALL = Shape(B=2, grid=(7, 10), D=48, channels=1, window=17)
-# Shapes of other kernels of an operator and of branches: heads of several channels, longer and more sequences, larger
-# grids, small windows.
-OTHERS = {
-    'full': (Shape(B=2, grid=(13, 20), D=48, channels=1, window=1),),
-    'conv': (
-        Shape(B=2, grid=(7, 10), D=48, channels=6, window=17),
-        Shape(B=2, grid=(7, 10), D=48, channels=1, window=3),
-        Shape(B=9, grid=(7, 10), D=48, channels=1, window=17),
-    ),
-    'axial': (
-        Shape(B=9, grid=(7, 10), D=48, channels=1, window=17),
-        Shape(B=2, grid=(7, 10), D=48, channels=4, window=17),
-        Shape(B=2, grid=(7, 20), D=48, channels=4, window=17),
-    ),
-}
 
 
-class Operator(NamedTuple):
-    """The two forms of an operator, and how its inputs are drawn.
-
-    Attributes:
-        inputs: the NamedTuple of its inputs.
-        torch, triton: modules below `aft_vision.ops` with the forms.
-        others: makes the inputs after q, k, v for a shape and bias spread.
-    """
-
-    inputs: Callable[..., Any]
-    torch: str
-    triton: str
-    others: Callable[[Shape, float, Tensor], tuple[Any, ...]]
-
-
-class Form:
-    """The forward and the backward of an operator in one of its modules."""
-
-    def __init__(self, module: str, name: str) -> None:
-        # The tuners of an operator know their kernels only once it is imported.
-        found = importlib.import_module(f'aft_vision.ops.{module}')
-        self.forward = getattr(found, f'{name}_forward')
-        self.backward = getattr(found, f'{name}_backward')
-
-
-def _draw(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def _conv_inputs(shape: Shape, spread: float, mask: Tensor) -> tuple[Any, ...]:
-    size = min(shape.window, 2 * max(shape.grid) - 1) // 2 * 2 + 1
-    heads = shape.D // shape.channels
-    return _draw(heads, size, size, seed=3, scale=spread), shape.grid, mask, spread == 1.0
-
-
-def _onehot_inputs(shape: Shape, spread: float, mask: Tensor) -> tuple[Any, ...]:
-    heads = shape.D // shape.channels
-    offset = torch.randint(-2, 3, (heads, 2), generator=torch.Generator().manual_seed(4))
-    return offset, _draw(heads, seed=3, scale=spread), shape.grid, mask
-
-
-def _axial_inputs(shape: Shape, spread: float, mask: Tensor) -> tuple[Any, ...]:
-    # Rows have a bias at the distances of the window, columns only at the smallest of them.
-    widths = 2 * shape.window - 1, 2 * (shape.window // 4) + 1
-    biases = (_draw(shape.D // shape.channels, n, seed=3 + i, scale=spread) for i, n in enumerate(widths))
-    return *biases, shape.grid, mask
-
-
-def _tokens(shape: Shape) -> int:
-    return shape.grid[0] * shape.grid[1]
-
-
-OPERATORS = {
-    'full': Operator(
-        FullInputs,
-        'full.eager',
-        'full.triton',
-        lambda shape, spread, mask: (_draw(_tokens(shape), _tokens(shape), seed=3, scale=spread), mask),
-    ),
-    'simple': Operator(Qkv, 'simple.eager', 'simple.triton', lambda shape, spread, mask: (mask,)),
-    'conv': Operator(ConvInputs, 'conv.eager', 'conv.triton', _conv_inputs),
-    'onehot': Operator(OnehotInputs, 'conv.onehot', 'conv.onehot_triton', _onehot_inputs),
-    'axial': Operator(AxialInputs, 'axial.eager', 'axial.triton', _axial_inputs),
-    'local_causal': Operator(
-        LocalInputs,
-        'causal.eager',
-        'causal.local_triton',
-        lambda shape, spread, mask: (_draw(_tokens(shape), shape.window, seed=3, scale=spread), mask),
-    ),
-    'simple_causal': Operator(Qkv, 'causal.eager', 'causal.simple_triton', lambda shape, spread, mask: (mask,)),
-}
-
-
-def check(name: str, inputs: Sequence[Any]) -> None:
+def check(operation: Operation, inputs: Sequence[Any]) -> None:
     """Raise a RuntimeError if the kernels of an operator fail or disagree with its torch form for these inputs."""
-    reason = failure(name, inputs)
+    reason = failure(operation, inputs)
     if reason not in (None, UNVERIFIED):
         raise RuntimeError(
-            f"backend='triton' needs kernels that agree with the torch form on {inputs[2].device}, and those of {name} "
-            f"in {_spell(find_types(inputs))} do not: {reason}; backend='auto' does without them"
+            f"backend='triton' needs kernels that agree with the torch form on {inputs[2].device}, and those of "
+            f"{operation.name} in {_spell(find_types(inputs))} do not: {reason}; backend='auto' does without them"
         )
 
 
-def failure(name: str, inputs: Sequence[Any]) -> str | None:
-    """Return why the kernels of an operator of OPERATORS are not used for these inputs, in one line; None if they are.
+def failure(operation: Operation, inputs: Sequence[Any]) -> str | None:
+    """Return why the kernels of an operation are not used for these inputs, in one line; None if they are.
 
     On a kind of device without a record, the first call compares them, and other processes wait. During a capture or
     trace nothing is compared: without a record, this process uses the torch form.
     """
     types, device = find_types(inputs), inputs[2].device
-    key = name, types, device
+    key = operation.name, types, device
     with launch._lock:
         if key not in _decisions:
             if not is_needed(device):
                 _decisions[key] = None
                 return None
-            reason = _decisions[key] = _decide(name, types, device)
+            reason = _decisions[key] = _decide(operation, types, device)
             if reason is not None:
                 _logger.warning(
                     'the Triton kernels of %s are not used for %s on %s, so AFT runs there in the slower torch forms: '
                     '%s (record: %s)',
-                    *(name, _spell(types), device, reason, record_path(device)),
+                    *(operation.name, _spell(types), device, reason, record_path(device)),
                 )
         return _decisions[key]
 
@@ -210,8 +110,8 @@ def is_needed(device: torch.device) -> bool:
     return device.type == 'cuda'
 
 
-def _decide(name: str, types: Types, device: torch.device) -> str | None:
-    entry = _entry(name, types)
+def _decide(operation: Operation, types: Types, device: torch.device) -> str | None:
+    entry = _entry(operation, types)
     found = read_record(device)
     if _is_finished(found, entry):
         return found[entry]
@@ -220,19 +120,19 @@ def _decide(name: str, types: Types, device: torch.device) -> str | None:
     try:
         with _locked(device) as held:
             if not held:
-                return find_failure(name, types, device)
+                return find_failure(operation, types, device)
             found = read_record(device)
             if _is_finished(found, entry):
                 return found[entry]
             # No other process compares now: a recorded attempt has ended with its process.
-            return UNFINISHED if _attempts(found, entry) >= ATTEMPTS else _verify(name, types, device)
+            return UNFINISHED if _attempts(found, entry) >= ATTEMPTS else _verify(operation, types, device)
     except torch.OutOfMemoryError as error:
         # Other processes may hold the memory: this process uses the torch form, and the next one compares again.
         return first_line(error)
     except OSError as error:
         # Without a writable folder, each process compares them.
         _logger.info('cannot keep that the Triton kernels were verified: %s', error)
-        return find_failure(name, types, device)
+        return find_failure(operation, types, device)
 
 
 def _is_finished(results: Results, entry: str) -> bool:
@@ -244,32 +144,36 @@ def _attempts(results: Results, entry: str) -> int:
     return found['attempts'] if isinstance(found, dict) else 0
 
 
-def verify(name: str, types: Types, device: torch.device, *shapes: Shape) -> str | None:
+def verify(operation: Operation, types: Types, device: torch.device, *shapes: Shape) -> str | None:
     """Compare the kernels of an operator with its torch form; record and return the failure or None.
 
     Others may use the record meanwhile, and several processes may compare different operators.
 
     Args:
         types: types of q, k, v and the bias, or one for all.
-        shapes: SMALL and OTHERS by default.
+        shapes: SMALL and those of its form by default.
 
     Raises:
         OSError: the record cannot be written.
     """
-    return _verify(name, types, device, *shapes, lock=_locked)
+    return _verify(operation, types, device, *shapes, lock=_locked)
 
 
 def _verify(
-    name: str, types: Types, device: torch.device, *shapes: Shape, lock: Callable[..., Any] = contextlib.nullcontext
+    operation: Operation,
+    types: Types,
+    device: torch.device,
+    *shapes: Shape,
+    lock: Callable[..., Any] = contextlib.nullcontext,
 ) -> str | None:
-    entry = _entry(name, types)
+    entry = _entry(operation, types)
     with lock(device):
         before = read_record(device)
         # A fault of the device may end the process.
         _write_record(device, before | {entry: {'attempts': _attempts(before, entry) + 1}})
     found = {entry: before[entry]} if entry in before else {}
     try:
-        found = {entry: find_failure(name, types, device, *shapes)}
+        found = {entry: find_failure(operation, types, device, *shapes)}
         return found[entry]
     except AcceleratorError as error:
         found = {entry: first_line(error)}
@@ -280,18 +184,18 @@ def _verify(
             _write_record(device, others | found)
 
 
-def record_failure(name: str, types: Types, device: torch.device, reason: str) -> None:
+def record_failure(operation: Operation, types: Types, device: torch.device, reason: str) -> None:
     """Record that the kernels of an operator failed a further check, so that they are not used.
 
     Raises:
         OSError: the record cannot be written.
     """
     with _locked(device):
-        _write_record(device, read_record(device) | {_entry(name, types): reason})
+        _write_record(device, read_record(device) | {_entry(operation, types): reason})
 
 
 def find_failure(
-    name: str, types: Types, device: torch.device, *shapes: Shape, choices: int | None = None
+    operation: Operation, types: Types, device: torch.device, *shapes: Shape, choices: int | None = None
 ) -> str | None:
     """Return how the kernels of an operator fail or disagree with its torch form in float64, in one line, or None.
 
@@ -307,7 +211,7 @@ def find_failure(
     """
     try:
         with _any_algorithm():
-            _compare(name, types, device, shapes or (SMALL, *OTHERS.get(name, ())), choices)
+            _compare(operation, types, device, shapes or (SMALL, *triton_form(operation).shapes), choices)
     except torch.OutOfMemoryError:
         raise
     # Compilers, drivers and kernels raise errors of any kind.
@@ -320,11 +224,20 @@ def find_failure(
     return None
 
 
-def _compare(name: str, types: Types, device: torch.device, shapes: Sequence[Shape], choices: int | None) -> None:
-    kernels, reference = (Form(module, name) for module in (OPERATORS[name].triton, OPERATORS[name].torch))
+def triton_form(operation: Operation) -> Form:
+    """Return the form of an operation in Triton, which it must have."""
+    found = operation.form('triton')
+    assert found is not None
+    return found
+
+
+def _compare(
+    operation: Operation, types: Types, device: torch.device, shapes: Sequence[Shape], choices: int | None
+) -> None:
+    kernels, reference = triton_form(operation), operation.forms[-1]
     for shape in shapes:
         for spread in (1.0, WIDE):
-            inputs = draw_inputs(name, shape, types, device, spread)
+            inputs = draw_inputs(operation, shape, types, device, spread)
             wanted = _run(reference, inputs._make(map(_double, inputs)))
             for found in Tuner.run_each(functools.partial(_run, kernels, inputs), choices):
                 _check(found, wanted, types, spread)
@@ -360,16 +273,20 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-def draw_inputs(name: str, shape: Shape, types: Types, device: torch.device, spread: float = 1.0) -> Any:
-    """Return the NamedTuple of the inputs of an operator: random, with a mask; `spread` scales keys and biases."""
-    T = _tokens(shape)
-    mask = torch.arange(T) % 7 != 3
-    width = shape.D // shape.channels if name in ('conv', 'onehot', 'axial') else shape.D
-    tensors = [_draw(shape.B, T, n, seed=i) for i, n in enumerate((shape.D, width, shape.D))]
-    tensors[1] *= spread
-    inputs = [*tensors, *OPERATORS[name].others(shape, spread, mask.repeat(shape.B, 1))]
+def draw_inputs(operation: Operation, shape: Shape, types: Types, device: torch.device, spread: float = 1.0) -> Any:
+    """Return the NamedTuple of the inputs of an operation: random, with a mask; `spread` scales keys and biases."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    q, k, v = (draw(shape.B, shape.tokens, n) for n in (shape.D, operation.key_channels(shape), shape.D))
+    inputs = {'q': q, 'k': spread * k, 'v': v, 'mask': (torch.arange(shape.tokens) % 7 != 3).repeat(shape.B, 1)}
+    inputs |= operation.draw(shape, lambda *sizes: spread * draw(*sizes)) | dict.fromkeys(
+        operation.flags, spread == 1.0
+    )
     remaining = itertools.cycle(types)
-    return OPERATORS[name].inputs(*(_place(x, remaining, device) for x in inputs))
+    return operation.inputs(**{name: _place(inputs[name], remaining, device) for name in operation.inputs._fields})
 
 
 def _place(x: Any, types: Iterator[torch.dtype | None], device: torch.device) -> Any:
@@ -388,7 +305,7 @@ def _double(x: Any) -> Any:
 def _run(form: Form, inputs: Any) -> tuple[Tensor, ...]:
     # As PARTS.
     y, saved = form.forward(inputs, True)
-    grad = _draw(*y.shape, seed=9).bfloat16().to(y)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).bfloat16().to(y)
     return y, *form.backward(grad, y, saved, inputs, True)
 
 
@@ -438,8 +355,8 @@ def _source_digest() -> str:
     return found.hexdigest()
 
 
-def _entry(name: str, types: Types) -> str:
-    return ' '.join([name, *(str(dtype).removeprefix('torch.') for dtype in types)])
+def _entry(operation: Operation, types: Types) -> str:
+    return ' '.join([operation.name, *(str(dtype).removeprefix('torch.') for dtype in types)])
 
 
 def _write_record(device: torch.device, results: Results) -> None:

@@ -1,1 +1,129 @@
-"""AFT-conv, and its form with one learned offset per head."""
+"""AFT-conv (AFT Eq. 6), and its form with one learned offset per head (AFT Eq. 10)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common import cpp as compiled
+from aft_vision.ops.common.inputs import check_heads
+from aft_vision.ops.conv import aten, cpp, eager, onehot, window
+from aft_vision.ops.conv.eager import ConvInputs
+from aft_vision.ops.conv.onehot import OnehotInputs
+from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, deferred
+from aft_vision.ops.operator import register, triton_form
+
+
+def check_conv(inputs: ConvInputs) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_conv`."""
+    shape = inputs.kernel.shape
+    if len(shape) != 3 or shape[0] == 0 or shape[1] != shape[2] or shape[1] % 2 == 0:
+        raise ValueError(f'kernel must have shape (h, s, s) with h of at least 1 and s odd, got {tuple(shape)}')
+    check_heads(inputs, shape[0], 'kernel')
+
+
+def check_onehot(inputs: OnehotInputs) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_onehot`."""
+    offset, weight = inputs.offset, inputs.weight
+    if offset.ndim != 2 or len(offset) == 0 or offset.shape[1] != 2 or offset.dtype != torch.int64:
+        raise ValueError(
+            f'offset must be int64 of shape (h, 2) with h of at least 1, '
+            f'got {offset.dtype} of shape {tuple(offset.shape)}'
+        )
+    heads = offset.shape[0]
+    if tuple(weight.shape) != (heads,):
+        raise ValueError(f'weight must have shape ({heads},) to match offset, got {tuple(weight.shape)}')
+    check_heads(inputs, heads, 'offset')
+
+
+def _conv_index(inputs: ConvInputs, target: Tensor, source: Tensor) -> BiasIndex:
+    size, width = inputs.kernel.shape[-1], inputs.grid[1]
+    row = source // width - target // width + size // 2
+    column = source % width - target % width + size // 2
+    biased = (row >= 0) & (row < size) & (column >= 0) & (column < size)
+    return BiasIndex((row * size + column).where(biased, 0), biased, None if inputs.global_context else biased)
+
+
+def _onehot_index(inputs: OnehotInputs, target: Tensor, source: Tensor) -> BiasIndex:
+    width, offset = inputs.grid[1], inputs.offset[:, :, None, None]  # (h, 2, 1, 1)
+    row, column = source // width - target // width, source % width - target % width
+    return BiasIndex(torch.zeros_like(row), (row == offset[:, 0]) & (column == offset[:, 1]))
+
+
+def _draw_conv(shape: Shape, draw: Any) -> dict[str, Any]:
+    size = shape.window // 2 * 2 + 1
+    return {'kernel': draw(shape.heads, size, size), 'grid': shape.grid}
+
+
+def _draw_onehot(shape: Shape, draw: Any) -> dict[str, Any]:
+    # Sources outside the grid for some targets.
+    reach = min(shape.window, max(shape.grid) // 2)
+    offset = torch.randint(-reach, reach + 1, (shape.heads, 2), generator=torch.Generator().manual_seed(4))
+    return {'offset': offset, 'weight': draw(shape.heads), 'grid': shape.grid}
+
+
+CONV = register(
+    Operation(
+        'aft_conv',
+        ConvInputs,
+        forms=(
+            Form(
+                'cpp',
+                window.depthwise_forward,
+                window.depthwise_backward,
+                window.supports_depthwise,
+                name='depthwise',
+                takes_weights=True,
+            ),
+            Form('cpp', window.wide_forward, cpp.conv_backward, window.supports_wide, name='wide', takes_weights=True),
+            Form('cpp', cpp.conv_forward, cpp.conv_backward, compiled.supports, name='conv'),
+            triton_form(
+                'aft_conv',
+                deferred('conv.triton', 'conv_forward'),
+                deferred('conv.triton', 'conv_backward'),
+                # Heads of several channels, a small window, more sequences.
+                Shape(B=2, grid=(7, 10), D=48, channels=6, window=17),
+                Shape(B=2, grid=(7, 10), D=48, channels=1, window=3),
+                Shape(B=9, grid=(7, 10), D=48, channels=1, window=17),
+            ),
+            Form('eager', eager.conv_forward, eager.conv_backward),
+        ),
+        check=check_conv,
+        biases=('kernel',),
+        bias_index=_conv_index,
+        graph=aten.aft_conv,
+        weights=BiasWeights(
+            ('h', 's', 's'),
+            window.bias_weights,
+            window.weights_layout,
+            # A grid that the kernel does not exceed: which one is not known.
+            lambda kernel, v: ConvInputs(None, v[..., : len(kernel)], v, kernel, kernel.shape[1:]),
+        ),
+        products=lambda x: (x.kernel[1] * x.kernel[2], x.global_context),
+        reference=deferred('reference', 'aft_conv'),
+        draw=_draw_conv,
+    )
+)
+ONEHOT = register(
+    Operation(
+        'aft_onehot',
+        OnehotInputs,
+        forms=(
+            Form('cpp', window.onehot_forward, window.onehot_backward, window.supports_depthwise),
+            triton_form(
+                'aft_onehot',
+                deferred('conv.onehot_triton', 'onehot_forward'),
+                deferred('conv.onehot_triton', 'onehot_backward'),
+            ),
+            Form('eager', onehot.onehot_forward, onehot.onehot_backward),
+        ),
+        check=check_onehot,
+        biases=('weight',),
+        bias_index=_onehot_index,
+        empty_saved=None,
+        graph=aten.aft_onehot,
+        products=lambda x: (1, True),
+        reference=deferred('reference', 'aft_onehot'),
+        draw=_draw_onehot,
+    )
+)

@@ -20,8 +20,8 @@ from aft_vision.ops.common.cpp import (
     stream,
     whole_vectors,
 )
-from aft_vision.ops.common.inputs import ConvInputs
 from aft_vision.ops.conv import eager as conv
+from aft_vision.ops.conv.eager import ConvInputs
 
 
 def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor | None]:

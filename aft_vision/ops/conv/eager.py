@@ -6,14 +6,15 @@ plus a convolution by exp(w) - 1. It loses digits if w is very negative at a dom
 call is repeated in the Toeplitz form, a few heads at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, BiasGradient, Workspace, mix_backward, mix_forward
 from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, product_dtype, shifted_exp
 
@@ -23,6 +24,29 @@ TOEPLITZ_HEADS = 64
 TOEPLITZ_ELEMENTS = 5_000_000
 # The depthwise form may lose at most this factor of a denominator by cancellation.
 CANCELLATION = {torch.bfloat16: 2.0, torch.float32: 16.0, torch.float64: 16.0}
+
+
+class ConvInputs(NamedTuple):
+    """Inputs of `ops.aft_conv`."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    kernel: Tensor
+    grid: Sequence[int]
+    mask: Tensor | None = None
+    global_context: bool = True
+
+    @property
+    def channels(self) -> int:
+        """Return the number of channels per head."""
+        return self.v.shape[2] // self.k.shape[2]
+
+    def part(self, head: slice) -> 'ConvInputs':
+        """Return the inputs of some heads."""
+        channel = slice(head.start * self.channels, head.stop * self.channels)
+        q = None if self.q is None else self.q[..., channel]
+        return self._replace(q=q, k=self.k[..., head], v=self.v[..., channel], kernel=self.kernel[head])
 
 
 class ConvWeights(BiasGradient):

@@ -7,10 +7,13 @@ den = sum e^k + (e^w - 1) e^k[o] cancels only if o is the largest key, w is very
 smaller. These means come from a softmax instead, which neither cancels nor underflows.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import OnehotInputs, empty_output
+from aft_vision.ops.common.inputs import empty_output
 from aft_vision.ops.common.numerics import accumulate_dtype, chunks, gate, masked_keys, masked_values, may_branch
 
 # Workspace of one batch chunk, in elements of its values; fits into the L2 cache.
@@ -20,6 +23,18 @@ CANCELLATION = 16.0
 # A source this many nats above the largest key is the whole mean, in any dtype. A smaller w cannot make an underflowed
 # source significant.
 LARGEST_LOGIT = 60.0
+
+
+class OnehotInputs(NamedTuple):
+    """Inputs of `ops.aft_onehot`."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    offset: Tensor
+    weight: Tensor
+    grid: Sequence[int]
+    mask: Tensor | None = None
 
 
 class _Sums:

@@ -4,8 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import OnehotInputs, empty_output
+from aft_vision.ops.common.inputs import empty_output
 from aft_vision.ops.common.launch import as_bytes, launching, like, rows, strides
+from aft_vision.ops.conv.onehot import OnehotInputs
 from aft_vision.ops.conv.onehot_kernels import backward_kernel, forward_kernel
 
 

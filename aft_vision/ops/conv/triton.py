@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import ConvInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import (
     as_bytes,
@@ -29,6 +29,7 @@ from aft_vision.ops.common.launch import (
 )
 from aft_vision.ops.conv import repair_kernels as repair
 from aft_vision.ops.conv.direct_kernels import direct_kernel, shifts_kernel
+from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.kernels import (
     bands_kernel,
     results_kernel,

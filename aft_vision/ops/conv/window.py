@@ -20,17 +20,21 @@ from aft_vision.ops.common.cpp import (
     float_output,
     floats,
     lanes,
+    multiplies_pairs,
     pack,
     profiled,
     run_forward,
     stream,
+    supports,
     tokens,
     whole_vectors,
 )
-from aft_vision.ops.common.inputs import ConvInputs, OnehotInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.numerics import UNDERFLOW
-from aft_vision.ops.conv import cpp, onehot
 from aft_vision.ops.conv import eager as conv
+from aft_vision.ops.conv import onehot
+from aft_vision.ops.conv.eager import ConvInputs
+from aft_vision.ops.conv.onehot import OnehotInputs
 
 # The minimal number of channels of a vector; a thread should have several blocks of them, to balance the load.
 LANES = 8
@@ -43,7 +47,25 @@ class _DigitLimits(ctypes.Structure):
 
 LIMITS = _DigitLimits(conv.CANCELLATION[torch.float32], UNDERFLOW[torch.float32])
 
-wide_backward = cpp.conv_backward
+# Heads with fewer channels than this are narrow, by the floats of a vector.
+WIDE_CHANNELS = {8: 32, 16: 16}
+
+
+def supports_depthwise(inputs: ConvInputs | OnehotInputs) -> bool:
+    """Return whether there are many heads of one channel, which weights outside the window can be subtracted from."""
+    k = inputs.k
+    if not (k.shape == inputs.v.shape and k.shape[2] > conv.TOEPLITZ_HEADS and getattr(inputs, 'global_context', True)):
+        return False
+    return supports(inputs)
+
+
+def supports_wide(inputs: ConvInputs) -> bool:
+    """Return whether heads are narrow, or a kernel not larger than its grid is for one sequence."""
+    # Measured (docs/reference/kernels.md).
+    if not (inputs.global_context and supports(inputs)):
+        return False
+    narrow = inputs.channels < WIDE_CHANNELS[lanes()] and not multiplies_pairs(inputs.v)
+    return narrow or (inputs.v.shape[0] == 1 and inputs.kernel.shape[1] <= max(inputs.grid))
 
 
 def bias_weights(kernel: Tensor, v: Tensor) -> Tensor:

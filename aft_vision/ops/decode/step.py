@@ -1,18 +1,33 @@
 """Decoding of one or several tokens with a state, without gradients (AFT Eq. 4, 5, causal; footnote 2)."""
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from aft_vision.ops import operator
 from aft_vision.ops.causal.bias import BandBias, NoBias
 from aft_vision.ops.causal.eager import Past, mix_causal
 from aft_vision.ops.common.inputs import Qkv
 from aft_vision.ops.common.numerics import gated, may_branch, without_autocast
 from aft_vision.ops.decode import eager as decode
+from aft_vision.ops.decode import step_cpp
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState, check_local_state, check_simple_state
+
+# A step on a CPU branches on values, which a compiled graph cannot: there it is one node.
+torch.library.custom_op(
+    'aft_vision::aft_local_step',
+    decode.local_step,
+    mutates_args=('reference', 'sums', 'ring', 'position', 'holds_keys'),
+).register_fake(lambda k, *_: torch.empty_like(k))
+
+
+def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> ModuleType | None:
+    """Return the module with the compiled steps of decoding, where they support the state and no graph is captured."""
+    if torch.compiler.is_compiling() or state[0].device.type != 'cpu' or state[0].dtype != torch.float32:
+        return None
+    return step_cpp if step_cpp.supports_step(state, *inputs) else None
 
 
 def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
@@ -30,7 +45,7 @@ def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) 
     """
     check_simple_state(state)
     _check_tokens(q, k, v, state.reference.shape)
-    kernels = operator.step_kernels(state, q, k, v)
+    kernels = step_kernels(state, q, k, v)
     if kernels is not None:
         return kernels.simple_step(q, k, v, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype
@@ -60,7 +75,7 @@ def aft_local_step(
     window = state.ring.shape[1]
     if tuple(band_row.shape) != (window,):
         raise ValueError(f'band_row must have shape ({window},) to match the state, got {tuple(band_row.shape)}')
-    kernels = operator.step_kernels(state, q, k, v, band_row)
+    kernels = step_kernels(state, q, k, v, band_row)
     if kernels is not None:
         return kernels.local_step(q, k, v, band_row, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype
@@ -86,7 +101,7 @@ def compile_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> Callabl
     Returns:
         A function from a token (B, C), which it overwrites, to (B, n); None if C++ does not support the blocks.
     """
-    kernels = operator.step_kernels([head.weight])
+    kernels = step_kernels([head.weight])
     if kernels is None or not kernels.supports_decoder(blocks, head, batch):
         return None
     return kernels.CompiledDecoder(blocks, head, batch)

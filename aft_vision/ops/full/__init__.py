@@ -1,1 +1,52 @@
-"""AFT-full."""
+"""AFT-full: a position bias for each pair of tokens (AFT Eq. 2)."""
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common import cpp as compiled
+from aft_vision.ops.common.inputs import check_qkv
+from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, deferred
+from aft_vision.ops.full import aten, cpp, eager
+from aft_vision.ops.full.eager import FullInputs
+from aft_vision.ops.operator import register, triton_form
+
+
+def check_full(inputs: FullInputs) -> None:
+    """Raise ValueError unless the shapes are those of `ops.aft_full`."""
+    check_qkv(inputs)
+    bias, tokens = inputs.bias, inputs.v.shape[1]
+    if bias.shape != (tokens, tokens):
+        raise ValueError(f'bias must have shape {(tokens, tokens)} to match v, got {tuple(bias.shape)}')
+
+
+def full_index(inputs: FullInputs, target: Tensor, source: Tensor) -> BiasIndex:
+    """Return the entries of the bias that targets read for sources."""
+    entry = target * len(source) + source
+    return BiasIndex(entry, torch.ones_like(entry, dtype=torch.bool))
+
+
+FULL = register(
+    Operation(
+        'aft_full',
+        FullInputs,
+        forms=(
+            Form('cpp', cpp.full_forward, cpp.full_backward, compiled.supports, takes_weights=True),
+            triton_form(
+                'aft_full',
+                deferred('full.triton', 'full_forward'),
+                deferred('full.triton', 'full_backward'),
+                Shape(B=2, grid=(13, 20), D=48, channels=1, window=1),
+            ),
+            Form('eager', eager.full_forward, eager.full_backward),
+        ),
+        check=check_full,
+        biases=('bias',),
+        bias_index=full_index,
+        graph=aten.aft_full,
+        weights=BiasWeights(
+            ('T', 'T'), cpp.bias_weights, cpp.weights_layout, lambda bias, v: FullInputs(None, v, v, bias)
+        ),
+        reference=deferred('reference', 'aft_full'),
+        draw=lambda shape, draw: {'bias': draw(shape.tokens, shape.tokens)},
+    )
+)

@@ -23,8 +23,8 @@ from aft_vision.ops.common.cpp import (
     stream,
     whole_vectors,
 )
-from aft_vision.ops.common.inputs import FullInputs
 from aft_vision.ops.full import eager as full
+from aft_vision.ops.full.eager import FullInputs
 
 # Elements of the gradient of the weights, which each thread sums for its own part.
 MOST_ELEMENTS = 1 << 27

@@ -1,15 +1,27 @@
 """AFT-full, not causal (AFT Eq. 2)."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.mixing import BiasGradient, Workspace, mix_backward, mix_forward
 from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, product_dtype
 
 # Workspace elements of a batch chunk, minimum, maximum and per thread: they fit into the caches, and the peak of memory
 # is near that of attention.
 LEAST_ELEMENTS, CHUNK_ELEMENTS, THREAD_ELEMENTS = 1 << 19, 1 << 20, 1 << 18
+
+
+class FullInputs(NamedTuple):
+    """Inputs of `ops.aft_full` and `ops.aft_full_causal`."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    mask: Tensor | None = None
 
 
 class FullWeights(BiasGradient):

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import FullInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import (
     as_bytes,
@@ -23,6 +23,7 @@ from aft_vision.ops.common.launch import (
     strides,
     whole_length,
 )
+from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.full.kernels import (
     repair_kernel,
     results_kernel,

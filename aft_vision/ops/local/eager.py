@@ -10,10 +10,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import LocalInputs, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, BiasGradient, Workspace, mix_backward, mix_forward
 from aft_vision.ops.common.numerics import accumulate_dtype, product_dtype
 from aft_vision.ops.local.band import block_length, skew, unskew
+
+
+class LocalInputs(NamedTuple):
+    """Inputs of `ops.aft_local` and `ops.aft_local_causal`."""
+
+    q: Tensor | None
+    k: Tensor
+    v: Tensor
+    band: Tensor
+    mask: Tensor | None = None
 
 
 class _Block(NamedTuple):

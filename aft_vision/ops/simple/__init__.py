@@ -1,1 +1,22 @@
-"""AFT-simple."""
+"""AFT-simple: no position bias (AFT Eq. 5)."""
+
+from aft_vision.ops.common.inputs import Qkv, empty_context
+from aft_vision.ops.declaration import Form, Operation, deferred
+from aft_vision.ops.operator import register, triton_form
+from aft_vision.ops.simple import aten, eager
+
+SIMPLE = register(
+    Operation(
+        'aft_simple',
+        Qkv,
+        forms=(
+            triton_form(
+                'aft_simple', deferred('simple.triton', 'simple_forward'), deferred('simple.triton', 'simple_backward')
+            ),
+            Form('eager', eager.simple_forward, eager.simple_backward),
+        ),
+        empty_saved=empty_context,
+        graph=aten.aft_simple,
+        reference=deferred('reference', 'aft_simple'),
+    )
+)

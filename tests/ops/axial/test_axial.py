@@ -28,9 +28,9 @@ def test_it_equals_aft_full_with_the_expanded_bias(heads: int, D: int, reach: tu
 
 
 def test_it_equals_aft_conv_where_the_kernel_covers_the_grid():
-    inputs = make_axial(GRID, s=6, heads=3)
+    inputs = make_axial(GRID, s=(6, 6), heads=3)
     kernel = inputs.pop('row_bias')[:, :, None] + inputs.pop('column_bias')[:, None, :]
-    axial = ops.aft_axial(**make_axial(GRID, s=6, heads=3))
+    axial = ops.aft_axial(**make_axial(GRID, s=(6, 6), heads=3))
     assert_close(axial, ops.aft_conv(**inputs, kernel=kernel), 1e-12)
 
 

@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 from helpers import (
+    BIASES,
     NASTY_BIASES,
     NASTY_KEYS,
     assert_keys_of_minus_infinity_are_masked,
@@ -23,6 +24,7 @@ from helpers import (
     make_inputs,
     make_mask,
     make_nasty,
+    operands,
     plain,
     randn,
     single,
@@ -32,6 +34,8 @@ from torch import Tensor
 
 import aft_vision
 from aft_vision.ops import operator, reference
+from aft_vision.ops.conv import CONV
+from aft_vision.ops.declaration import OPERATIONS
 
 # A call that takes another form than the one asked for is a failure.
 pytestmark = pytest.mark.filterwarnings("error:.*has no '(cpp|triton)' form")
@@ -61,10 +65,6 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
             'conv.triton.DIRECT_LITTLE',
         ):
             monkeypatch.setattr(f'aft_vision.ops.{limit}', 0)
-    if form in ('cpp wide', 'cpp conv', 'cpp pairs'):
-        # One of the two forms of AFT-conv for heads of several channels, whichever is the faster.
-        (wide,) = (x for x in operator.FORMS['aft_conv'] if x.name == 'wide')
-        monkeypatch.setattr(wide, 'supports', lambda inputs: form == 'cpp wide' and inputs.v.dtype != torch.float64)
     if form == 'cpp pairs':
         # Also on a processor that multiplies float32 faster.
         if not torch.cpu._is_avx512_bf16_supported():
@@ -76,7 +76,11 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 
 def op(form: str, name: str) -> Callable[..., Tensor]:
-    return partial(getattr(aft_vision.ops, name), backend=form.split()[0])
+    """An operation in a form, for those of AFT-conv for heads of several channels whichever is the faster."""
+    if name != 'aft_conv' or form not in ('cpp wide', 'cpp conv', 'cpp pairs'):
+        return partial(getattr(aft_vision.ops, name), backend=form.split()[0])
+    (found,) = (x for x in CONV.forms if x.name == ('wide' if form == 'cpp wide' else 'conv'))
+    return lambda **inputs: CONV.compute(found, operands(name, inputs))
 
 
 def rows(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
@@ -398,7 +402,7 @@ def test_parts_of_a_fused_projection_and_columns_are_read_where_they_are(
     form: str, name: str, sizes: Sizes, device: str
 ):
     inputs = single(make_inputs(name, *sizes), device=device)
-    biases = [x for n, x in inputs.items() if n in operator.BIAS_NAMES]
+    biases = [x for n, x in inputs.items() if n in BIASES]
     widths = [inputs[n].shape[-1] for n in 'qkv']
     projection = torch.cat([inputs[n].detach() for n in 'qkv'], -1).requires_grad_()
     for leaves in ([projection, *biases], [projection]):
@@ -426,7 +430,7 @@ def test_parts_of_a_fused_projection_and_columns_are_read_where_they_are(
 )
 def test_biases_that_are_apart_in_memory_equal_float64(form: str, name: str, sizes: Sizes, device: str):
     def apart(name: str, x: Any) -> Any:
-        if name not in operator.BIAS_NAMES:
+        if name not in BIASES:
             return x
         return x.mT.contiguous().mT if x.ndim > 1 else x.repeat_interleave(2)[::2]
 
@@ -459,10 +463,13 @@ def both(forward: str, backward: str | None = None) -> set[str]:
 
 def forbid_eager(patch: pytest.MonkeyPatch, name: str) -> None:
     """Let a call fail that leaves anything to the torch form."""
-    eager = operator.FORMS[name][-1]
+    eager = OPERATIONS[name].forms[-1]
     for direction in ('forward', 'backward'):
-        function = f'aft_vision.ops.{eager.module}.{eager.name}_{direction}'
-        patch.setattr(function, lambda *_: pytest.fail('expected the kernels alone'))
+        function = getattr(eager, direction)
+        # A kernel calls it by the name in its module.
+        patch.setattr(
+            f'{function.__module__}.{function.__name__}', lambda *_: pytest.fail('expected the kernels alone')
+        )
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
@@ -491,7 +498,7 @@ def test_it_runs_by_itself_and_nothing_of_it_in_torch_unless_eager_is_asked_for(
     inputs = single(make_inputs(name, *sizes), dtype)
     with monkeypatch.context() as patch:
         forbid_eager(patch, name)
-        assert kernels_run(lambda: getattr(aft_vision.ops, name)(**inputs).float().sum().backward()) == both(*expected)
+        assert kernels_run(lambda: op(form, name)(**inputs).float().sum().backward()) == both(*expected)
     assert kernels_run(lambda: op('eager', name)(**inputs).float().sum().backward()) == set()
 
 
@@ -627,7 +634,7 @@ def test_a_nan_key_makes_the_gradients_of_the_values_that_it_weights_nan(
 )
 def test_the_digits_of_many_tokens_are_kept(form: str, name: str, sizes: Sizes, device: str):
     inputs = make_inputs(name, *sizes)
-    inputs |= {n: x / 100 for n, x in inputs.items() if n in ('k', *operator.BIAS_NAMES)} | {'v': inputs['v'].abs() + 1}
+    inputs |= {n: x / 100 for n, x in inputs.items() if n in ('k', *BIASES)} | {'v': inputs['v'].abs() + 1}
     assert_matches_reference(op(form, name), op('eager', name), inputs, bounds=(5e-6, 5e-5))
 
 

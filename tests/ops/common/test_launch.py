@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_close, kernels_run, make_inputs, make_qkv, plain, randn
+from helpers import assert_close, kernels_run, make_inputs, make_qkv, operands, plain, randn
 from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import operator
 from aft_vision.ops.common import launch
 from aft_vision.ops.common.capture import is_capturing
+from aft_vision.ops.declaration import OPERATIONS
 
 
 def single(T: int = 5, D: int = 3, device: str = 'cpu') -> list[Tensor]:
@@ -347,10 +348,9 @@ def test_another_form_takes_what_is_too_large(triton_device: str):
         assert torch.equal(ops.aft_simple(q, k, v), ops.aft_simple(q, k, v, backend='eager'))
 
 
-@pytest.mark.parametrize('name', [x for x, forms in operator.FORMS.items() if 'triton' in {y.backend for y in forms}])
+@pytest.mark.parametrize('name', [x.name for x in OPERATIONS.values() if x.form('triton')])
 def test_the_backward_takes_outputs_and_denominators_with_any_strides(name: str, triton_device: str):
-    inputs = [*plain(make_inputs(name, (1, 5), 3, 3, B=1), device=triton_device).values(), None]
-    inputs += [True] if name == 'aft_conv' else []
+    inputs = operands(name, plain(make_inputs(name, (1, 5), 3, 3, B=1), device=triton_device))
     y, saved = getattr(torch.ops.aft_vision, name)(*inputs, True, 'triton')
     backward = getattr(torch.ops.aft_vision, f'{name}_backward')
     grad = randn(1, 5, 3, seed=9).float().to(triton_device)

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from aft_vision.ops.declaration import OPERATIONS, Shape
+
 KERNELS = ('full', 'simple', 'conv', 'onehot', 'axial', 'local_causal', 'simple_causal')
 
 
@@ -138,17 +140,17 @@ def test_the_checker_finds_a_wrong_access(body: Callable[..., None], words: str,
 def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: str, spread: float, checker: Checker):
     from aft_vision.ops.common import verify
 
-    assert set(KERNELS) == set(verify.OPERATORS)
+    assert {f'aft_{x}' for x in KERNELS} == {x.name for x in OPERATIONS.values() if x.form('triton')}
     # Tokens that fill more than one tile and not the next.
     grid, channels = {
         **{'conv': ((5, 7), 2), 'onehot': ((3, 7), 2), 'axial': ((3, 7), 2), 'local_causal': ((5, 7), 1)},
         **{'full whole': ((3, 5), 1), 'conv whole': ((3, 5), 4), 'conv direct': ((7, 3), 1)},
     }.get(name, ((3, 7), 1))
-    name = name.split()[0]
+    operation = OPERATIONS[f'aft_{name.split()[0]}']
     B, D = (2, max(6, 2 * channels)) if spread == 1.0 else (1, max(2, channels))
-    shape = verify.Shape(B, grid, D, channels, window=4)
-    inputs = verify.draw_inputs(name, shape, (torch.float32,), torch.device('cpu'), spread)
-    found = verify._run(verify.Form(verify.OPERATORS[name].triton, name), inputs)
-    wanted = verify._run(verify.Form(verify.OPERATORS[name].torch, name), inputs._make(map(verify._double, inputs)))
+    shape = Shape(B, grid, D, channels, window=4)
+    inputs = verify.draw_inputs(operation, shape, (torch.float32,), torch.device('cpu'), spread)
+    found = verify._run(verify.triton_form(operation), inputs)
+    wanted = verify._run(operation.forms[-1], inputs._make(map(verify._double, inputs)))
     verify._check(found, wanted, (torch.float32,), spread)
     assert checker.launches >= 2

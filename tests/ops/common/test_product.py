@@ -7,7 +7,8 @@ import torch
 from helpers import assert_close, assert_matches_reference, kernels_run, make_inputs, make_qkv, plain, randn, single
 
 from aft_vision import ops
-from aft_vision.ops import operator, reference
+from aft_vision.ops import reference
+from aft_vision.ops.conv import CONV
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.full import eager as full
 
@@ -15,22 +16,22 @@ pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
 
 @pytest.mark.parametrize(
-    ('batch', 'heads', 'D', 'dtype', 'module'),
+    ('batch', 'heads', 'D', 'dtype', 'form'),
     [
-        (1, 2, 90, torch.float32, 'conv.window'),
-        (2, 2, 90, torch.float32, 'conv.cpp'),
-        (2, 7, 42, torch.float32, 'conv.window'),
-        (1, 2, 90, torch.float64, 'conv.eager'),
+        (1, 2, 90, torch.float32, 'wide'),
+        (2, 2, 90, torch.float32, 'conv'),
+        (2, 7, 42, torch.float32, 'wide'),
+        (1, 2, 90, torch.float64, ''),
     ],
 )
 def test_one_sequence_and_narrow_heads_take_the_wide_form(
-    batch: int, heads: int, D: int, dtype: torch.dtype, module: str
+    batch: int, heads: int, D: int, dtype: torch.dtype, form: str
 ):
     q, k, v = (x.to(dtype) for x in make_qkv(B=batch, T=12, D=D, heads=heads))
     inputs = conv.ConvInputs(q, k, v, randn(heads, 3, 3).to(dtype), (3, 4), None, True)
-    assert operator.OPERATORS['aft_conv'].choose('auto', inputs).module == module
+    assert CONV.choose('auto', inputs).name == form
     window = inputs._replace(global_context=False)
-    assert operator.OPERATORS['aft_conv'].choose('auto', window).module != 'conv.window'
+    assert CONV.choose('auto', window).name != 'wide'
 
 
 def test_a_sequence_does_not_depend_on_the_others_in_its_batch():

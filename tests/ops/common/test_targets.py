@@ -10,10 +10,12 @@ import pytest
 # In a process without the interpreter: the kernels of this one may be for it. The second GPU has no shared memory.
 SCRIPT = """
 import json, torch
-from aft_vision.ops.common import targets, verify
+from aft_vision.ops.common import targets
+from aft_vision.ops.declaration import OPERATIONS, Shape
 targets.SHARED_MEMORY['8.0'] = 0
-shape = verify.Shape(2, (3, 7), 16, 1, 1)
-found = [targets.compile_kernels('simple', (torch.float16,), x, shape, choices=1) for x in ('12.0', '8.0')]
+simple = OPERATIONS['aft_simple']
+shape = Shape(2, (3, 7), 16, 1, 1)
+found = [targets.compile_kernels(simple, (torch.float16,), x, shape, choices=1) for x in ('12.0', '8.0')]
 print(json.dumps([[sorted(x.kernels), *x[1:]] for x in found]))
 """
 

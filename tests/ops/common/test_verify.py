@@ -20,6 +20,9 @@ from aft_vision import ops
 from aft_vision.ops import operator
 from aft_vision.ops.common.errors import AcceleratorError
 from aft_vision.ops.common.inputs import Qkv
+from aft_vision.ops.declaration import OPERATIONS, Operation, Shape
+
+SIMPLE = OPERATIONS['aft_simple']
 
 
 @pytest.fixture
@@ -29,8 +32,11 @@ def verify(triton_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from aft_vision.ops.common import verify
 
     monkeypatch.setattr(verify, 'is_needed', lambda device: True)
-    monkeypatch.setattr(verify, 'SMALL', verify.Shape(B=1, grid=(2, 3), D=2, channels=1, window=3))
-    monkeypatch.setattr(verify, 'OTHERS', {'axial': (verify.Shape(B=1, grid=(3, 5), D=2, channels=1, window=3),)})
+    monkeypatch.setattr(verify, 'SMALL', Shape(B=1, grid=(2, 3), D=2, channels=1, window=3))
+    for name, form in ((name, x.form('triton')) for name, x in OPERATIONS.items()):
+        if form is not None:
+            larger = (Shape(B=1, grid=(3, 5), D=2, channels=1, window=3),) if name == 'aft_axial' else ()
+            monkeypatch.setattr(form, 'shapes', larger)
     monkeypatch.setattr(verify, '_decisions', {})
     return verify
 
@@ -41,11 +47,11 @@ def inputs(triton_device: str) -> list[Tensor]:
 
 
 def start_process(verify: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Forget what this process knows; the names of the operators that are compared from now on."""
+    """Forget what this process knows; the names of the operations that are compared from now on."""
     compared: list[str] = []
     find_failure = verify.find_failure
     monkeypatch.setattr(verify, '_decisions', {})
-    monkeypatch.setattr(verify, 'find_failure', lambda name, *x: (compared.append(name), find_failure(name, *x))[1])
+    monkeypatch.setattr(verify, 'find_failure', lambda x, *y: (compared.append(x.name), find_failure(x, *y))[1])
     return compared
 
 
@@ -94,7 +100,7 @@ def test_a_broken_kernel_is_not_used(
         found = [ops.aft_simple(*inputs) for _ in range(3)]
     assert all(torch.equal(y, ops.aft_simple(*inputs, backend='eager')) for y in found)
     (line,) = [record.getMessage() for record in caplog.records if record.name == verify.__name__]
-    assert line.startswith('the Triton kernels of simple are not used for torch.float32 on ')
+    assert line.startswith('the Triton kernels of aft_simple are not used for torch.float32 on ')
     assert reason in line
     assert '\n' not in line
     with pytest.raises(RuntimeError, match=rf"backend='triton' needs kernels that agree .*: {reason}"):
@@ -110,9 +116,9 @@ def test_a_kernel_is_compared_once_for_each_type_and_then_used(
 ):
     compared = start_process(verify, monkeypatch)
     assert 'aft_vision::simple_forward' in kernels_run(lambda: [ops.aft_simple(*inputs) for _ in range(2)])
-    assert compared == ['simple']
+    assert compared == ['aft_simple']
     ops.aft_simple(*(x.bfloat16() for x in inputs))
-    assert compared == ['simple', 'simple']
+    assert compared == ['aft_simple', 'aft_simple']
     compared = start_process(verify, monkeypatch)
     assert 'aft_vision::simple_forward' in kernels_run(lambda: ops.aft_simple(*inputs, backend='triton'))
     assert not compared
@@ -134,7 +140,7 @@ def test_nothing_is_compared_during_a_capture_or_a_trace(
     # A backward after it takes what the torch form saved.
     assert 'aft_vision::simple_forward' not in kernels_run(lambda: ops.aft_simple(*inputs))
     assert not compared
-    verify.verify('simple', (torch.float32,), inputs[0].device)
+    verify.verify(SIMPLE, (torch.float32,), inputs[0].device)
     start_process(verify, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(module, name, lambda *_: True)
@@ -154,7 +160,7 @@ def test_of_several_processes_one_compares_and_the_others_wait(
     monkeypatch.setattr(verify, 'find_failure', compare)
     # A lock is of an open file: threads that open it are to each other like processes.
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: verify._decide('simple', (torch.float32,), inputs[0].device), range(3)))
+        found = list(pool.map(lambda _: verify._decide(SIMPLE, (torch.float32,), inputs[0].device), range(3)))
     assert found == ['wrong'] * 3
     assert len(compared) == 1
 
@@ -163,18 +169,18 @@ def test_processes_that_compare_different_operators_keep_the_results_of_each_oth
     verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ):
     device, both = inputs[0].device, threading.Barrier(2, timeout=10)
-    verify._write_record(device, {'conv float32': None})
+    verify._write_record(device, {'aft_conv float32': None})
 
-    def compare(name: str, *_: object) -> str:
+    def compare(operation: Operation, *_: object) -> str:
         # Both are at it.
         both.wait()
-        return f'{name} is wrong'
+        return f'{operation.name} is wrong'
 
     monkeypatch.setattr(verify, 'find_failure', compare)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda name: verify.verify(name, (torch.float32,), device), ('full', 'simple')))
-    wrong = {f'{name} float32': f'{name} is wrong' for name in ('full', 'simple')}
-    assert verify.read_record(device) == {'conv float32': None, **wrong}
+        list(pool.map(lambda x: verify.verify(x, (torch.float32,), device), (OPERATIONS['aft_full'], SIMPLE)))
+    wrong = {f'{name} float32': f'{name} is wrong' for name in ('aft_full', 'aft_simple')}
+    assert verify.read_record(device) == {'aft_conv float32': None, **wrong}
 
 
 def stop_once(verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +189,7 @@ def stop_once(verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest
     start_process(verify, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(verify, 'find_failure', lambda *_: seen.append(verify.record_path(device).read_text()))
-        assert verify.failure('simple', inputs) is None
+        assert verify.failure(SIMPLE, inputs) is None
     (text,) = seen
     verify.record_path(device).write_text(text)
 
@@ -194,8 +200,8 @@ def test_a_process_that_is_stopped_during_the_comparison_leaves_it_to_the_next(
     stop_once(verify, inputs, monkeypatch)
     compared = start_process(verify, monkeypatch)
     assert 'aft_vision::simple_forward' in kernels_run(lambda: ops.aft_simple(*inputs))
-    assert compared == ['simple']
-    assert verify.read_record(inputs[0].device) == {'simple float32': None}
+    assert compared == ['aft_simple']
+    assert verify.read_record(inputs[0].device) == {'aft_simple float32': None}
 
 
 def test_a_kernel_whose_comparison_ended_two_processes_is_not_used(
@@ -204,13 +210,13 @@ def test_a_kernel_whose_comparison_ended_two_processes_is_not_used(
     for _ in range(2):
         stop_once(verify, inputs, monkeypatch)
     compared = start_process(verify, monkeypatch)
-    assert verify.failure('simple', inputs) == verify.UNFINISHED
+    assert verify.failure(SIMPLE, inputs) == verify.UNFINISHED
     assert torch.equal(ops.aft_simple(*inputs), ops.aft_simple(*inputs, backend='eager'))
     assert not compared
     # The tool compares whatever is recorded.
-    assert verify.verify('simple', (torch.float32,), inputs[0].device) is None
+    assert verify.verify(SIMPLE, (torch.float32,), inputs[0].device) is None
     start_process(verify, monkeypatch)
-    assert verify.failure('simple', inputs) is None
+    assert verify.failure(SIMPLE, inputs) is None
 
 
 @pytest.mark.parametrize('q', ['float32', 'none'])
@@ -234,9 +240,9 @@ def test_each_combination_of_types_is_compared_by_itself(
             ops.aft_simple(*found), ops.aft_simple(*found, backend='triton' if found is same else 'eager')
         )
     record = verify.read_record(inputs[0].device)
-    assert record.pop('simple float16') is None
+    assert record.pop('aft_simple float16') is None
     ((entry, reason),) = record.items()
-    assert entry == f'simple {q.capitalize() if q == "none" else q} float16 float16'
+    assert entry == f'aft_simple {q.capitalize() if q == "none" else q} float16 float16'
     assert 'y is off by' in reason
 
 
@@ -246,22 +252,22 @@ def test_a_half_with_a_float32_bias_is_compared_as_it_runs(
     half = [x.half() for x in inputs]
     bias = randn(5, 5).float().to(inputs[0].device)
     assert 'aft_vision::full_forward' in kernels_run(lambda: ops.aft_full(*half, bias, backend='triton'))
-    assert verify.read_record(inputs[0].device) == {'full float16 float16 float16 float32': None}
+    assert verify.read_record(inputs[0].device) == {'aft_full float16 float16 float16 float32': None}
 
 
 def test_a_comparison_that_is_interrupted_leaves_the_record_as_it_was(
     verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ):
     device = inputs[0].device
-    verify._write_record(device, {'full float32': None})
+    verify._write_record(device, {'aft_full float32': None})
 
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, 'find_failure', interrupt)
     with pytest.raises(KeyboardInterrupt):
-        verify.verify('simple', (torch.float32,), device)
-    assert verify.read_record(device) == {'full float32': None}
+        verify.verify(SIMPLE, (torch.float32,), device)
+    assert verify.read_record(device) == {'aft_full float32': None}
 
 
 def test_a_record_is_of_one_kind_of_device_one_torch_one_triton_and_one_source(
@@ -296,7 +302,7 @@ def test_a_record_is_of_the_source_of_every_kernel(verify: SimpleNamespace, monk
 @pytest.mark.parametrize('text', ['', '{"results": ', '[1]', '{"results": 3}'])
 def test_a_damaged_record_is_none(text: str, verify: SimpleNamespace):
     device = torch.device('cpu')
-    verify._write_record(device, {'full float32': 'wrong'})
+    verify._write_record(device, {'aft_full float32': 'wrong'})
     assert json.loads(verify.record_path(device).read_text())['results'] == verify.read_record(device)
     verify.record_path(device).write_text(text)
     assert verify.read_record(device) == {}
@@ -309,7 +315,7 @@ def test_without_a_folder_to_write_to_each_process_compares(
     for _ in range(2):
         compared = start_process(verify, monkeypatch)
         assert 'aft_vision::simple_forward' in kernels_run(lambda: ops.aft_simple(*inputs))
-        assert 'simple' in compared
+        assert 'aft_simple' in compared
 
 
 def test_a_lack_of_memory_is_not_recorded_and_the_next_process_compares_again(
@@ -321,11 +327,11 @@ def test_a_lack_of_memory_is_not_recorded_and_the_next_process_compares_again(
     device = inputs[0].device
     with monkeypatch.context() as patch:
         patch.setattr(verify, 'draw_inputs', run_out)
-        assert verify.failure('simple', inputs) == 'CUDA out of memory'
+        assert verify.failure(SIMPLE, inputs) == 'CUDA out of memory'
     assert verify.read_record(device) == {}
     compared = start_process(verify, monkeypatch)
-    assert verify.failure('simple', inputs) is None
-    assert compared == ['simple']
+    assert verify.failure(SIMPLE, inputs) is None
+    assert compared == ['aft_simple']
 
 
 @pytest.mark.parametrize(
@@ -343,7 +349,7 @@ def test_a_lack_of_memory_of_any_library_is_not_recorded(
         raise error(message)
 
     damage(run_out, 0, monkeypatch, 'simple_forward')
-    assert verify.failure('simple', inputs) == message
+    assert verify.failure(SIMPLE, inputs) == message
     assert verify.read_record(inputs[0].device) == {}
 
 
@@ -357,35 +363,35 @@ def test_a_kernel_that_makes_the_device_unusable_is_recorded_and_the_error_raise
         damage(crash, 0, patch, 'simple_forward')
         patch.setattr(verify, 'is_lost', lambda device: True)
         with pytest.raises(AcceleratorError):
-            verify.failure('simple', inputs)
+            verify.failure(SIMPLE, inputs)
     assert start_process(verify, monkeypatch) == []
-    assert verify.failure('simple', inputs) == 'Triton Error [CUDA]: an illegal memory access was encountered'
+    assert verify.failure(SIMPLE, inputs) == 'Triton Error [CUDA]: an illegal memory access was encountered'
 
 
 def test_a_failure_of_a_further_check_is_kept(
     verify: SimpleNamespace, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ):
-    assert verify.failure('simple', inputs) is None
-    verify.record_failure('simple', (torch.float32,), inputs[0].device, 'dv is off')
+    assert verify.failure(SIMPLE, inputs) is None
+    verify.record_failure(SIMPLE, (torch.float32,), inputs[0].device, 'dv is off')
     start_process(verify, monkeypatch)
-    assert verify.failure('simple', inputs) == 'dv is off'
+    assert verify.failure(SIMPLE, inputs) == 'dv is off'
 
 
-@pytest.mark.parametrize('name', ['full', 'simple', 'conv', 'onehot', 'axial', 'local_causal', 'simple_causal'])
-def test_a_broken_kernel_of_each_operator_is_found(
+@pytest.mark.parametrize('name', [name for name, x in OPERATIONS.items() if x.form('triton')])
+def test_a_broken_kernel_of_each_operation_is_found(
     name: str, verify: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, triton_device: str
 ):
-    device = torch.device(triton_device)
-    assert verify.find_failure(name, (torch.float32,), device) is None
-    kernels = importlib.import_module(f'aft_vision.ops.{verify.OPERATORS[name].triton}')
-    forward = getattr(kernels, f'{name}_forward')
+    device, operation = torch.device(triton_device), OPERATIONS[name]
+    assert verify.find_failure(operation, (torch.float32,), device) is None
+    form = verify.triton_form(operation)
+    forward = form.forward
 
     def broken(*args: object) -> tuple[Tensor, ...]:
         y, *others = forward(*args)
         return 1.1 * y, *others
 
-    monkeypatch.setattr(kernels, f'{name}_forward', broken)
-    assert 'y is off' in verify.find_failure(name, (torch.float32,), device)
+    monkeypatch.setattr(form, 'forward', broken)
+    assert 'y is off' in verify.find_failure(operation, (torch.float32,), device)
 
 
 def test_a_way_to_compute_larger_inputs_is_compared_too(
@@ -399,7 +405,7 @@ def test_a_way_to_compute_larger_inputs_is_compared_too(
         return y if kernels._is_paired(inputs) else 1.1 * y, den
 
     monkeypatch.setattr(kernels, 'axial_forward', broken)
-    assert 'y is off' in verify.find_failure('axial', (torch.float32,), torch.device(triton_device))
+    assert 'y is off' in verify.find_failure(OPERATIONS['aft_axial'], (torch.float32,), torch.device(triton_device))
 
 
 def test_where_torch_may_round_products_to_tf32_the_comparison_allows_it(verify: SimpleNamespace):
@@ -432,7 +438,7 @@ def test_what_the_deterministic_mode_refuses_is_no_failure_of_a_kernel(
     monkeypatch.setattr(full, 'full_forward', strict)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert verify.find_failure('full', (torch.float32,), torch.device(triton_device)) is None
+        assert verify.find_failure(OPERATIONS['aft_full'], (torch.float32,), torch.device(triton_device)) is None
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:

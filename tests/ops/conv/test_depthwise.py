@@ -19,8 +19,8 @@ from helpers import (
 from aft_vision import ops
 from aft_vision.ops import operator, reference
 from aft_vision.ops.common import build, cpp
+from aft_vision.ops.conv import CONV, onehot, window
 from aft_vision.ops.conv import eager as conv
-from aft_vision.ops.conv import onehot, window
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
@@ -57,8 +57,8 @@ def test_a_batch_cut_into_parts_has_the_same_gradients(monkeypatch: pytest.Monke
 def test_an_input_on_another_device_never_reaches_the_kernel(name: str):
     inputs = single(make_inputs('aft_conv', (5, 7), 66, 3)) | {'mask': make_mask(2, 35), 'global_context': True}
     elsewhere = conv.ConvInputs(**inputs | {name: inputs[name].to('meta')})
-    assert operator.OPERATORS['aft_conv'].choose('auto', conv.ConvInputs(**inputs)).backend == 'cpp'
-    assert operator.OPERATORS['aft_conv'].choose('auto', elsewhere).backend != 'cpp'
+    assert CONV.choose('auto', conv.ConvInputs(**inputs)).backend == 'cpp'
+    assert CONV.choose('auto', elsewhere).backend != 'cpp'
 
 
 def test_offsets_far_outside_the_grid_add_nothing():

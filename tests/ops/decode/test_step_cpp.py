@@ -8,8 +8,7 @@ from helpers import NASTY_KEYS, assert_close, make_inputs, make_nasty, nasty_key
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops import operator
-from aft_vision.ops.decode import step_cpp as step
+from aft_vision.ops.decode import step, step_cpp
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
@@ -41,11 +40,11 @@ def step_inputs(s: int | None, T: int = 40, D: int = 19, B: int = 2) -> dict[str
 def test_a_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, s: int | None, keys: str, bias: str):
     inputs = make_nasty(step_inputs(s), keys, bias)
     y = run(inputs)
-    choose, turn = operator.step_kernels, count()
+    choose, turn = step.step_kernels, count()
     # A state can be continued from by the other form.
-    monkeypatch.setattr(operator, 'step_kernels', lambda *x: choose(*x) if next(turn) % 3 else None)
+    monkeypatch.setattr(step, 'step_kernels', lambda *x: choose(*x) if next(turn) % 3 else None)
     mixed = run(inputs)
-    monkeypatch.setattr(operator, 'step_kernels', lambda *x: None)
+    monkeypatch.setattr(step, 'step_kernels', lambda *x: None)
     expected = run(inputs).double()
     assert_close(y, expected, 2e-6)
     assert_close(mixed, expected, 2e-6)
@@ -96,10 +95,10 @@ def test_parts_of_a_fused_projection_are_read_where_they_are(s: int | None):
 def test_it_covers_float32_states_that_lie_in_order():
     k = torch.zeros(2, 6)
     state = ops.aft_local_state(2, 6, 3)
-    assert operator.step_kernels(state, k) is step
-    assert operator.step_kernels(ops.aft_local_state(2, 6, 3, torch.float64), k) is None
-    assert operator.step_kernels(state, k, k.to('meta')) is None
-    assert operator.step_kernels(state._replace(ring=state.ring.mT.contiguous().mT), k) is None
+    assert step.step_kernels(state, k) is step_cpp
+    assert step.step_kernels(ops.aft_local_state(2, 6, 3, torch.float64), k) is None
+    assert step.step_kernels(state, k, k.to('meta')) is None
+    assert step.step_kernels(state._replace(ring=state.ring.mT.contiguous().mT), k) is None
 
 
 @pytest.mark.parametrize('s', [None, 9])

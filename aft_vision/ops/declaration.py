@@ -1,0 +1,200 @@
+"""What an operation declares, once: operators, FLOP counts, derivatives, kernel checks and tests are made from it.
+
+`operator.register` makes its operators. The folders beside this file are examples, the shortest is `simple`.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from aft_vision.ops.common.inputs import check_qkv, empty_denominator
+from aft_vision.ops.common.numerics import without_autocast
+
+
+class Shape(NamedTuple):
+    """The size of inputs for a test: sequences, a grid of tokens, channels, channels per head, and a window.
+
+    `column_window` is that along columns where an operation has another one there; None leaves it to the operation.
+    """
+
+    B: int
+    grid: tuple[int, int]
+    D: int
+    channels: int
+    window: int
+    column_window: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def heads(self) -> int:
+        """Return the number of heads."""
+        return self.D // self.channels
+
+
+class BiasIndex(NamedTuple):
+    """Which entries of the position biases some targets read, by source.
+
+    The biases are next to each other in a table (1 or h, M): (T, T) as T T entries, a band as T width, a kernel as s s.
+
+    Attributes:
+        entry: (N, T) int64, the column of w[target, source]; (n, N, T) where w is a sum of n entries.
+        biased: (N, T), (h, N, T) or as entry, bool, where there is a bias; it is 0 elsewhere.
+        seen: (N, T) bool, the sources that have a weight; None for all.
+    """
+
+    entry: Tensor
+    biased: Tensor
+    seen: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Form:
+    """One way to compute an operation.
+
+    Attributes:
+        backend: asks for it.
+        forward: computes (inputs, save): y, and the tensor that the backward reuses, or None unless it is saved.
+        backward: computes (grad, y, saved, inputs, need_bias): the gradients of q, k, v and the biases, each an empty
+            tensor where there is no such input or, without need_bias, no need for it.
+        supports: returns whether it takes such inputs, and can run here.
+        check: raises an error where it should run for such inputs, and something on this machine is broken.
+        name: tells it from others of the operation with the same backend.
+        takes_weights: its forward takes those of `BiasWeights` as a third argument, or None.
+        shapes: further sizes, for which it takes other branches.
+    """
+
+    backend: str
+    forward: Callable[..., tuple[Tensor, Tensor | None]]
+    backward: Callable[..., Sequence[Tensor]]
+    supports: Callable[[Any], bool] = lambda inputs: True
+    check: Callable[[Any], None] = lambda inputs: None
+    name: str = ''
+    takes_weights: bool = False
+    shapes: tuple[Shape, ...] = ()
+
+    def run_forward(self, inputs: Any, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Compute the forward, without autocast."""
+        if torch._C._is_any_autocast_enabled():
+            with without_autocast(inputs.v.device.type):
+                return self._forward(inputs, save, weights)
+        return self._forward(inputs, save, weights)
+
+    def run_backward(self, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any, need_bias: bool) -> Sequence[Tensor]:
+        """Compute the backward, without autocast."""
+        if torch._C._is_any_autocast_enabled():
+            with without_autocast(grad.device.type):
+                return self.backward(grad, y, saved, inputs, need_bias)
+        return self.backward(grad, y, saved, inputs, need_bias)
+
+    def _forward(self, inputs: Any, save: bool, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if weights is None or not self.takes_weights:
+            return self.forward(inputs, save)
+        return self.forward(inputs, save, weights)
+
+
+class BiasWeights(NamedTuple):
+    """What the kernels read of the position bias, computed once for all calls with a bias that does not change.
+
+    Attributes:
+        shape: names of the dimensions of the bias, of which the last two are equal.
+        make: computes the weights from the bias and values of such a call.
+        layout: returns their shape and type, from the same.
+        inputs: returns inputs of such a call, to ask the forms whether they support it.
+    """
+
+    shape: tuple[str, ...]
+    make: Callable[[Tensor, Tensor], Tensor]
+    layout: Callable[[Tensor, Tensor], tuple[tuple[int, ...], torch.dtype]]
+    inputs: Callable[[Tensor, Tensor], Any]
+
+
+@dataclass(eq=False)
+class Operation:
+    """y = sigmoid(q) * (W (e^k v)) / (W e^k), with weights W = e^w of targets and sources by a position bias w.
+
+    Attributes:
+        name: of the operators aft_vision::NAME and aft_vision::NAME_backward.
+        inputs: a NamedTuple: q, k, v, the operation's own inputs, mask, then flags. An input `grid` is (H, W) in
+            tokens; with one, k has a channel for each head.
+        forms: for a CPU, for a GPU, and last, in torch operations, for any inputs. Of two for one device the faster is
+            first.
+        check: raises a ValueError for inputs whose shapes do not match.
+        biases: names of the inputs besides q, k, v that have gradients: the position biases.
+        bias_index: returns the entries of the biases that targets (N, 1) read for sources (T,); takes the inputs first.
+        empty_saved: allocates from (k, v, save) what the forward keeps for the backward; None if that is nothing.
+        graph: computes it in plain operations, for exporters: `backend='aten'` asks for it.
+        weights: of its bias, if a form takes any.
+        products: returns from inputs with shapes in place of tensors, for FLOPs, how many sources a target weights
+            individually, and whether all others share one sum. All sources and no sum by default, without a bias none
+            and the sum.
+        reference: computes it term by term, for tests.
+        draw: returns the operation's own inputs of a shape, for tests, by name; takes a function that draws a tensor of
+            given sizes.
+    """
+
+    name: str
+    inputs: Any
+    forms: tuple[Form, ...]
+    check: Callable[[Any], None] = check_qkv
+    biases: tuple[str, ...] = ()
+    bias_index: Callable[[Any, Tensor, Tensor], BiasIndex] | None = None
+    empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None = empty_denominator
+    graph: Callable[..., Tensor] | None = None
+    weights: BiasWeights | None = None
+    products: Callable[[Any], tuple[int, bool]] | None = None
+    reference: Callable[..., Tensor] | None = None
+    draw: Callable[[Shape, Callable[..., Tensor]], dict[str, Any]] = lambda shape, draw: {}
+
+    def __post_init__(self) -> None:
+        if self.biases and self.bias_index is None:
+            raise ValueError(
+                f'expected bias_index for {self.name}, got None: forward mode would ignore {self.biases[0]}'
+            )
+
+    @property
+    def has_grid(self) -> bool:
+        """Return whether the tokens are on a grid, and k has a channel for each head."""
+        return 'grid' in self.inputs._fields
+
+    @property
+    def flags(self) -> list[str]:
+        """Return the names of its boolean inputs."""
+        return [name for name, kind in get_type_hints(self.inputs).items() if kind is bool]
+
+    def key_channels(self, shape: Shape) -> int:
+        """Return the channels of k in inputs of a shape."""
+        return shape.heads if self.has_grid else shape.D
+
+    def form(self, backend: str) -> Form | None:
+        """Return the first form of a backend, or None."""
+        return next((form for form in self.forms if form.backend == backend), None)
+
+
+# Those that are registered, by name.
+OPERATIONS: dict[str, Operation] = {}
+
+
+def deferred(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module below `aft_vision.ops` that is imported at its first call.
+
+    A machine may lack what the module needs.
+    """
+
+    def call(*args: Any) -> Any:
+        return getattr(_module(module), name)(*args)
+
+    return call
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    return importlib.import_module(f'aft_vision.ops.{name}')
