@@ -1,6 +1,5 @@
 """Text classification (Fastformer Table 4)."""
 
-import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +21,11 @@ from aft_vision.data.ranges import within
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
 from aft_vision.fastformer.data.files import MissingColumnsError
+from aft_vision.fastformer.data.splits import report_shared
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, TextData, name_keys
 from train.fastformer.trainer import TextTrainer
 from train.schema import require
-
-_logger = logging.getLogger(__name__)
 
 # The kinds of data that these keys are for.
 KINDS_OF_KEY = {
@@ -175,16 +173,8 @@ def read_splits(data: ClassificationData) -> DatasetDict:
             raise ValueError(f'{data.path}: {error}; see {_name_division(data, shares)}') from error
     for part, (path, options) in own.items():
         parts[part] = _with_classes(read_texts(data, path, **options), train, part)
-        _report_shared(parts, part)
+        report_shared(parts, part)
     return parts
-
-
-def _report_shared(parts: DatasetDict, part: str) -> None:
-    """Log how many texts of a part are also in training, spaces apart."""
-    train = {' '.join(text.split()) for text in parts['train']['text']}
-    shared = sum(' '.join(text.split()) in train for text in parts[part]['text'])
-    if shared:
-        _logger.warning('%d of the %d %s texts are training texts too', shared, parts[part].num_rows, part)
 
 
 def _with_classes(dataset: Dataset, train: Dataset, part: str) -> Dataset:

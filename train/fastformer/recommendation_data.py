@@ -1,5 +1,7 @@
 """Data of the recommendation task: impressions for training, validation and test."""
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +13,8 @@ from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind
 from aft_vision.fastformer.data.movielens import read_movielens
 from train.fastformer.schema import TextData
 from train.schema import require
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,22 @@ def _read_mind(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
         part: read_mind_behaviors(folder, news.rows, data.max_behaviors, data.drop_missing)
         for part, folder in given.items()
     }
+    for part in given.keys() - {'train'}:
+        _report_shared(parts, part)
     shares = data.drawn_shares(given)
     if len(shares) > 1:
         drawn = split_impressions(parts['train'], [*shares.values()], data.split_seed)
         parts |= zip(shares, drawn, strict=True)
     return news, {part: parts[part] for part in folders}
+
+
+def _report_shared(parts: Mapping[str, Behaviors], part: str) -> None:
+    """Log how many impressions of a part have the user and the time of one of training."""
+
+    def moments(behaviors: Behaviors) -> list[tuple[str, int]]:
+        return [*zip(behaviors.users or [], [] if behaviors.seconds is None else behaviors.seconds, strict=True)]
+
+    train = set(moments(parts['train']))
+    shared = sum(moment in train for moment in moments(parts[part]))
+    if shared:
+        _logger.warning('%d of the %d %s impressions are training impressions too', shared, len(parts[part]), part)

@@ -9,6 +9,7 @@ from datasets import Dataset, DatasetDict, get_dataset_split_names
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer.data import SUMMARY_READERS, split_summaries
 from aft_vision.fastformer.data.files import MissingColumnsError
+from aft_vision.fastformer.data.splits import report_shared
 from train.fastformer.schema import TextData, name_keys
 from train.layers import as_yaml
 from train.schema import require
@@ -112,6 +113,8 @@ class Generation:
 def read_splits(data: SummarizationData) -> DatasetDict:
     """Read the parts `train`, `validation` and `test`, with columns `text` and `summary`.
 
+    Texts of a part with its own data that are also in training are counted and logged.
+
     Raises:
         ValueError: a file is not named, missing, damaged or of another layout.
     """
@@ -123,7 +126,10 @@ def read_splits(data: SummarizationData) -> DatasetDict:
     shares, parts = data.drawn_shares(own), DatasetDict({'train': train})
     if len(shares) > 1:
         parts = split_summaries(train, data.split_seed, shares)
-    return DatasetDict(parts | {split: read_texts(data, path, **options) for split, (path, options) in own.items()})
+    for part, (path, options) in own.items():
+        parts[part] = read_texts(data, path, **options)
+        report_shared(parts, part)
+    return parts
 
 
 def own_parts(data: SummarizationData) -> dict[str, tuple[str, dict[str, str]]]:

@@ -10,7 +10,7 @@ import json
 import lzma
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -120,6 +120,21 @@ def read_delimited(
                 f'{place}, column {min(len(row), len(columns)) + 1}: expected {len(columns)} columns '
                 f'({", ".join(columns)}), got {len(row)}'
             )
+
+
+def each_once(records: Iterable[Record], column: str) -> Iterator[Record]:
+    """Pass the records of one file on, each with a name of its own in a column.
+
+    Raises:
+        ValueError: a name is there again; names the line and the column.
+    """
+    seen: set[str] = set()
+    for record in records:
+        name = record.values[column]
+        if name in seen:
+            raise ValueError(f'{record.place}, column {column!r}: expected each name once, got {name!r:.80} again')
+        seen.add(name)
+        yield record
 
 
 def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from aft_vision.fastformer.data.files import Record, read_delimited
+from aft_vision.fastformer.data.files import Record, each_once, read_delimited
 from aft_vision.fastformer.data.impressions import Behaviors, Ragged
 from aft_vision.fastformer.data.mind import News
 
@@ -100,7 +100,7 @@ def read_films(folder: str | Path) -> News:
         needed = ('item_id', *ATOMIC_TEXTS)
         records = read_delimited(Path(folder) / 'ml-100k.item', '\t', quoted=False, needed=needed, typed=True)
         text = _atomic_text
-    found = {record.values['item_id']: text(record) for record in records}
+    found = {record.values['item_id']: text(record) for record in each_once(records, 'item_id')}
     return News(list(found), list(found.values()))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from aft_vision.fastformer.data.files import Record, read_delimited
+from aft_vision.fastformer.data.files import Record, each_once, read_delimited
 from aft_vision.fastformer.data.table import collect, mark_nan
 
 NEWS_COLUMNS = (
@@ -40,7 +40,7 @@ def read_mind_topic(
         raise ValueError(f'expected columns of {", ".join(TEXT_COLUMNS)}, and docs for a body, got {", ".join(text)}')
     bodies: dict[str, str] = {}
     if docs is not None:
-        rows = read_delimited(docs, '\t', DOCS_COLUMNS, quoted=False)
+        rows = each_once(read_delimited(docs, '\t', DOCS_COLUMNS, quoted=False), 'news_id')
         bodies = {row.values['news_id']: row.values['body'] for row in rows}
     rows = mark_nan(read_news_rows(news), 'category')
     return collect(_choose_text(rows, bodies, text), ['text'], 'category', **options)
@@ -75,7 +75,7 @@ def read_news_rows(news: str | Path | Sequence[str | Path]) -> Iterator[Record]:
     seen: set[str] = set()
     paths = map(Path, [news] if isinstance(news, (str, Path)) else news)
     for path in [file for each in paths for file in _news_files(each)]:
-        for record in read_delimited(path, '\t', NEWS_COLUMNS, quoted=False):
+        for record in each_once(read_delimited(path, '\t', NEWS_COLUMNS, quoted=False), 'news_id'):
             if record.values['news_id'] not in seen:
                 seen.add(record.values['news_id'])
                 yield record

@@ -1,5 +1,6 @@
 """Stratified parts of a labelled data set."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -7,6 +8,8 @@ import numpy as np
 import pandas as pd
 from datasets import Dataset, DatasetDict
 from sklearn.model_selection import train_test_split
+
+_logger = logging.getLogger(__name__)
 
 FRACTIONS = MappingProxyType({'train': 0.8, 'validation': 0.1, 'test': 0.1})
 
@@ -78,6 +81,14 @@ def _earliest(place: np.ndarray, texts: Iterable[str]) -> np.ndarray:
     least = np.full(group.max() + 1, place.max())
     np.minimum.at(least, group, place)
     return least[group]
+
+
+def report_shared(parts: Mapping[str, Dataset], part: str) -> None:
+    """Log how many texts of a part are also in the part `train`, spaces apart."""
+    train = {' '.join(text.split()) for text in parts['train']['text']}
+    shared = sum(' '.join(text.split()) in train for text in parts[part]['text'])
+    if shared:
+        _logger.warning('%d of the %d %s texts are training texts too', shared, parts[part].num_rows, part)
 
 
 def check_fractions(fractions: Mapping[str, float]) -> None:

@@ -39,6 +39,7 @@ def test_a_news_in_several_files_counts_once(tmp_path):
     [
         ('1\tU1\t11/13/2019 8:36:57 AM\tN1\tN2-1', r'line 1, column 6: expected 8 columns \(news_id, .* got 5'),
         ('\t'.join('abcdefgh') + '\n\n' + '\t'.join('abcdefghi'), 'line 3, column 9: expected 8 columns .* got 9'),
+        (2 * ('N1\tnews' + '\t' * 6 + '\n'), "line 2, column 'news_id': expected each name once, got 'N1' again"),
         ('N1\t' + '\t' * 6, "line 1, column 'category': expected a label, got ''"),
     ],
 )
