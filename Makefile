@@ -91,15 +91,16 @@ gpu: ffcv
 timm-suite: $(STAMP)
 	$(PY) tests/run_timm_suite.py $(foreach model,$(MODELS),'$(model)')
 
-# With PHOTO=FILE, its classes by packaged weights, and their keys and attention on a page; then a small AFT-conv trained
-# from scratch on the embedded photographs (ten classes), its accuracy at three image sizes, and its report
+# With PHOTO=FILE, its classes by packaged weights, and their keys and attention on a page; then these weights fine-tuned
+# on the embedded photographs of clothing (ten classes), the accuracy at three image sizes, and the report
 demo: $(STAMP)
 	$(if $(PHOTO),$(PY) -m tools.predict '$(PHOTO)' --model $(WEIGHTS) --top 3)
 	$(if $(PHOTO),rm -rf runs/demo/photo && mkdir -p runs/demo/photo && cp '$(PHOTO)' runs/demo/photo)
 	$(if $(PHOTO),$(PY) -m tools.report --checkpoint $(WEIGHTS) --images runs/demo/photo --max-images 1 --average-images 16 \
 	--max-heads 8 --out runs/demo/pretrained.html)
 	$(if $(PHOTO),,@echo 'The packaged weights know ten classes of ImageNet, and no embedded photograph shows one: make demo PHOTO=FILE')
-	$(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/demo run.overwrite=true
+	$(PY) -m train.imagenet --config configs/finetune.yaml data.dir=tests/assets/clothing data.img_size=64 \
+	run.dir=runs/demo run.overwrite=true
 	$(PY) -m tools.eval_resolution --checkpoint runs/demo --data tests/assets/clothing --sizes 64 96 128
 	$(PY) -m tools.visualize_bias --checkpoint runs/demo
 	$(PY) -m tools.report --checkpoint runs/demo --images tests/assets/clothing/validation
@@ -112,8 +113,7 @@ demo: $(STAMP)
 	$(if $(PHOTO),@echo '  runs/demo/pretrained.html        the keys and the attention of the packaged weights')
 	@echo 'Try next:'
 	@echo '  $(PY) -m train.imagenet --config configs/finetune.yaml run.dir=runs/tuned data.dir=YOUR_IMAGES'
-	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/k3 model.kernel_size=3'
-	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/mine data.dir=YOUR_IMAGES'
+	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/scratch'
 	@echo '  $(PY) -c "import aft_vision, timm; print(timm.create_model('"'local-dir:runs/demo/export'"', pretrained=True))"'
 
 # The tables and pictures of the pages in docs/results, from docs/results/data
