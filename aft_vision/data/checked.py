@@ -1,8 +1,9 @@
-"""Data sets that report or skip images that cannot be decoded."""
+"""The data sets of the loaders, which report or skip images that cannot be decoded."""
 
 import logging
 import tarfile
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from timm.data import ImageDataset
 from torch.utils.data import Dataset
 
+from aft_vision.data.augment import eval_transform, train_transform
 from aft_vision.data.images import CorruptImageError, open_image
 
 # If more images than this are skipped in a row, the data set is broken, not an image.
@@ -25,18 +27,31 @@ def new_flags(count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.bool).share_memory_()
 
 
-class CheckedDataset(Dataset, ABC):
+class ImageData:
+    """The members that every data set of the loaders has.
+
+    Attributes:
+        transform: Of an image; None changes nothing.
+        train_transform, eval_transform: Build a transform for the images as this data set has them.
+        targets: Class of every image; None if the data set does not list them.
+    """
+
+    transform: Any = None
+    train_transform: Callable[..., Any] = staticmethod(train_transform)
+    eval_transform: Callable[..., Any] = staticmethod(eval_transform)
+    targets: np.ndarray | None = None
+
+
+class CheckedDataset(ImageData, Dataset, ABC):
     """A map-style data set that names images that cannot be decoded.
 
-    A subclass has `_read`, which returns an image and its class or raises a CorruptImageError, `name_of`, and
-    `transform`.
+    A subclass has `_read`, which returns an image and its class or raises a CorruptImageError, and `name_of`.
 
     Attributes:
         on_corrupt: `raise`: raise a CorruptImageError; `next`: take the next image instead; `none`: return None.
     """
 
     on_corrupt = 'raise'
-    transform: Any = None
     _named: torch.Tensor | None = None
 
     def skip_corrupt(self, instead: str) -> None:
@@ -102,23 +117,46 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
         return self.filename(index, absolute=True) or f'the image with index {index}'
 
 
+class OtherDataset(CheckedDataset):
+    """A map-style data set of torchvision, whose own transform is None."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        found = getattr(dataset, 'targets', getattr(dataset, 'labels', None))
+        if found is not None:
+            # numpy warns about tensors.
+            self.targets = np.array(found.tolist() if isinstance(found, torch.Tensor) else found)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def _read(self, index: int) -> tuple[Any, int]:
+        return self.dataset[index]
+
+    def name_of(self, index: int) -> str:
+        return f'image {index}'
+
+    def report(self, index: int, error: CorruptImageError) -> None:
+        # Such data sets cannot skip images.
+        raise error
+
+
 class PartOfDataset(CheckedDataset):
-    """Some images of a map-style data set whose own transform is None.
+    """Some images of a data set whose own transform is None.
 
     Args:
         indices: Indices of these images in the data set.
     """
 
-    def __init__(self, dataset: Any, indices: np.ndarray) -> None:
+    def __init__(self, dataset: CheckedDataset, indices: np.ndarray) -> None:
         self.dataset, self.indices = dataset, indices
+        self.targets = None if dataset.targets is None else dataset.targets[indices]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def _read(self, index: int) -> tuple[Any, int]:
-        place = int(self.indices[index])
-        return self.dataset._read(place) if isinstance(self.dataset, CheckedDataset) else self.dataset[place]
+        return self.dataset._read(int(self.indices[index]))
 
     def name_of(self, index: int) -> str:
-        place = int(self.indices[index])
-        return self.dataset.name_of(place) if isinstance(self.dataset, CheckedDataset) else f'image {place}'
+        return self.dataset.name_of(int(self.indices[index]))

@@ -16,13 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from timm.data import ImageDataset, IterableImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, extract_tarinfos
 from torchvision.datasets import DatasetFolder
 
-from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, PartOfDataset
+from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, OtherDataset, PartOfDataset
 from aft_vision.data.images import (
     MACOS_FOLDER,
     describe_ignored,
@@ -122,13 +121,11 @@ class Split:
     """One split of a data set, and the class names in the order of their indices.
 
     Attributes:
-        is_beton: Whether the images come from an FFCV file, as arrays and not as PIL images.
         ignored: Files that are not images, as `describe_ignored` formats them.
     """
 
     dataset: Any
     class_names: list[str]
-    is_beton: bool = False
     ignored: str = ''
 
     @property
@@ -140,7 +137,7 @@ class Split:
         """Describe the number of images and classes."""
         if self.is_stream:
             return f'a stream of {self.dataset.images} images, {len(self.class_names)} classes'
-        targets = _targets(self.dataset)
+        targets = self.dataset.targets
         found = len(self.class_names) if targets is None else len(np.unique(targets))
         return f'{len(self.dataset)} images, {found} {"class" if found == 1 else "classes"}'
 
@@ -165,7 +162,7 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
     split = _open(source, (source.train_split,), batch_size, seed, is_training=True)
     if source.val_share is not None:
         split = _hold_apart(split, source, source.val_share, held=False)
-    if isinstance(split.dataset, CheckedDataset) and source.on_corrupt_image == 'skip':
+    if source.on_corrupt_image == 'skip':
         split.dataset.skip_corrupt('next')
     return split
 
@@ -178,7 +175,7 @@ def open_eval_split(source: Source, batch_size: int) -> Split:
     else:
         whole = _open(source, (source.train_split,), batch_size, seed=0, is_training=False)
         split = _hold_apart(whole, source, source.val_share, held=True)
-    if isinstance(split.dataset, CheckedDataset) and source.on_corrupt_image == 'skip':
+    if source.on_corrupt_image == 'skip':
         split.dataset.skip_corrupt('none')
     return split
 
@@ -189,7 +186,7 @@ def _hold_apart(split: Split, source: Source, share: float, held: bool) -> Split
         raise ValueError(
             f'expected no share to hold out of {source.name}, which can only be read in its own order, got {share}'
         )
-    targets = _targets(split.dataset)
+    targets = split.dataset.targets
     classes = np.zeros(len(split.dataset), int) if targets is None else np.unique(targets, return_inverse=True)[1]
     counts = np.bincount(classes)
     # Round cumulative sums, not counts, so that many small classes contribute too. One image per class is for training.
@@ -205,26 +202,6 @@ def _hold_apart(split: Split, source: Source, share: float, held: bool) -> Split
     ranks[order] = np.arange(len(classes)) - np.repeat(np.cumsum(counts) - counts, counts)
     is_held = ranks < wanted[classes]
     return replace(split, dataset=PartOfDataset(split.dataset, np.flatnonzero(is_held if held else ~is_held)))
-
-
-def _targets(dataset: Any) -> np.ndarray | None:
-    """Return the class of every image, or None for a named data set that does not list classes."""
-    if isinstance(dataset, PartOfDataset):
-        targets = _targets(dataset.dataset)
-        return None if targets is None else targets[dataset.indices]
-    reader: Any = getattr(dataset, 'reader', None)
-    if isinstance(reader, ReaderImageFolder):
-        return np.array([target for _, target in reader.samples])
-    # Hugging Face's.
-    if getattr(reader, 'label_key', None) in getattr(getattr(reader, 'dataset', None), 'column_names', ()):
-        return np.array(reader.dataset[reader.label_key])
-    # Tar files, torchvision, FFCV files.
-    for owner, name in ((reader, 'targets'), (dataset, 'targets'), (dataset, 'labels')):
-        found = getattr(owner, name, None)
-        if found is not None:
-            # numpy warns about tensors.
-            return np.array(found.tolist() if isinstance(found, torch.Tensor) else found)
-    return None
 
 
 def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
@@ -257,7 +234,7 @@ def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_
             from aft_vision.data.ffcv.loader import BetonDataset
 
             dataset = BetonDataset(place, source.num_classes)
-            return Split(dataset, dataset.class_names, is_beton=True)
+            return Split(dataset, dataset.class_names)
         split = _open_tar(place) if place.is_file() else _open_folder(place)
     _check_count(source.num_classes, split.class_names, place)
     return split
@@ -319,7 +296,9 @@ def _open_folder(folder: Path) -> Split:
         )
     _check_names(class_folders, folder)
     names = sorted(class_folders, key=_natural_order)
-    dataset = CheckedImageDataset(str(folder), reader=_FolderReader(folder, names, zip(paths, labels, strict=True)))
+    reader = _FolderReader(folder, names, zip(paths, labels, strict=True))
+    dataset = CheckedImageDataset(str(folder), reader=reader)
+    dataset.targets = np.array([target for _, target in reader.samples])
     return Split(dataset, names, ignored=describe_ignored(ignored))
 
 
@@ -363,6 +342,7 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     class_to_idx = {name: index for index, name in enumerate(names)}
     reader.samples = reader.samples[chosen]
     reader.targets = [class_to_idx[folders[i].name] for i in chosen]
+    dataset.targets = np.array(reader.targets)
     return Split(dataset, names, ignored=describe_ignored(ignored))
 
 
@@ -484,18 +464,24 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
         raise ValueError(f'the data set {source.name} needs a package that is not installed: {error}') from error
     if isinstance(dataset, Stream):
         return _open_stream(dataset, source, name)
+    # Hugging Face's.
     if type(dataset) is ImageDataset:
-        dataset = CheckedImageDataset(source.dir, reader=dataset.reader)
-    # torchvision's data sets of image files.
-    elif hasattr(dataset, 'loader'):
-        dataset.loader = open_image
+        reader: Any = dataset.reader
+        dataset = CheckedImageDataset(source.dir, reader=reader)
+        if reader.label_key in reader.dataset.column_names:
+            dataset.targets = np.array(reader.dataset[reader.label_key])
     names = _known_class_names(dataset, source)
     if isinstance(dataset, DatasetFolder) and (hidden := [name for name in names if is_hidden(name)]):
         raise ValueError(
             f'expected class folders in {dataset.root} whose names do not begin with a dot, got {_few(hidden)}: remove '
             f'them, or set data.dir={source.dir} without data.name, which leaves them out'
         )
-    return Split(dataset, names)
+    if isinstance(dataset, CheckedDataset):
+        return Split(dataset, names)
+    # torchvision's data sets of image files.
+    if hasattr(dataset, 'loader'):
+        dataset.loader = open_image
+    return Split(OtherDataset(dataset), names)
 
 
 def _open_stream(stream: Stream, source: Source, split: str) -> Split:
@@ -508,8 +494,6 @@ def _open_stream(stream: Stream, source: Source, split: str) -> Split:
     names = _known_class_names(stream, source)
     # Its labels are only known when they are read.
     stream.target_transform = partial(_check_label, len(names), source.name)
-    if source.on_corrupt_image == 'skip':
-        stream.skip_corrupt()
     return Split(stream, names)
 
 

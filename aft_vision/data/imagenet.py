@@ -16,7 +16,7 @@ from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.naflex_loader import NaFlexPrefetchLoader
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from aft_vision.data.augment import Augmentation, eval_transform, native_mixup, train_transform
+from aft_vision.data.augment import Augmentation, native_mixup
 from aft_vision.data.datasets import (
     EVAL_SPLITS,
     Source,
@@ -230,8 +230,8 @@ def _train_loader(
     share: Share,
     read: _Reading,
 ) -> PrefetchLoader | NaFlexPrefetchLoader:
-    transforms = [_train_transform(split, size, augment, read.preprocessing) for size in sizes.sizes]
-    dataset, images = split.dataset, share.part_size(batch_size)
+    dataset, images, of_both = split.dataset, share.part_size(batch_size), read.preprocessing
+    transforms = [dataset.train_transform(size, augment, of_both.mean, of_both.std) for size in sizes.sizes]
     if split.is_stream:
         _check_stream(augment, sizes)
         dataset.transform = transforms[0]
@@ -244,37 +244,11 @@ def _train_loader(
     return _loader(seeded, images, read, sizes.sizes, sampler=sampler)
 
 
-def _train_transform(
-    split: Split, size: tuple[int, int] | NativeShape, augment: Augmentation, of_both: Preprocessing
-) -> Any:
-    if not split.is_beton:
-        return train_transform(size, augment, of_both.mean, of_both.std)
-    from aft_vision.data.ffcv.loader import TrainTransform
-
-    return TrainTransform(_ffcv_size(size), augment, of_both.mean)
-
-
-def _eval_transform(split: Split, preprocessing: Preprocessing) -> Any:
-    if not split.is_beton:
-        return eval_transform(preprocessing.size, preprocessing.crop_pct)
-    from aft_vision.data.ffcv.loader import EvalTransform
-
-    return EvalTransform(_ffcv_size(preprocessing.size), preprocessing.crop_pct)
-
-
-def _ffcv_size(size: tuple[int, int] | NativeShape) -> tuple[int, int]:
-    if isinstance(size, NativeShape):
-        raise ValueError(
-            'expected a folder or tar file of images of native shapes, got FFCV files: give the images themselves'
-        )
-    return size
-
-
 def _eval_loader(split: Split, batch_size: int, share: Share, read: _Reading) -> PrefetchLoader | NaFlexPrefetchLoader:
     if batch_size < 1:
         raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
     dataset, sizes = split.dataset, (read.preprocessing.size,)
-    dataset.transform = _eval_transform(split, read.preprocessing)
+    dataset.transform = dataset.eval_transform(read.preprocessing.size, read.preprocessing.crop_pct)
     if not split.is_stream:
         return _loader(share.of_evaluation(dataset), batch_size, read, sizes)
     dataset.divide(share, batch_size)

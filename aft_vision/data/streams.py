@@ -15,7 +15,7 @@ import torch
 from timm.data.readers.shared_count import SharedCount
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from aft_vision.data.checked import REMEDY, new_flags
+from aft_vision.data.checked import REMEDY, ImageData, new_flags
 from aft_vision.data.images import CorruptImageError, open_image
 from aft_vision.data.sampling import SAMPLE, Share, derive_seed, restored_generators, seed_generators
 
@@ -39,7 +39,7 @@ class Sample(NamedTuple):
     label: Any
 
 
-class Stream(IterableDataset, ABC):
+class Stream(ImageData, IterableDataset, ABC):
     """A data set of images that can only be read in its own order.
 
     Args:
@@ -50,11 +50,10 @@ class Stream(IterableDataset, ABC):
         seed: Seed of the order and of the changes, in [0, 2**32).
 
     Attributes:
-        transform, target_transform: Of an image and of its class; None changes nothing.
+        target_transform: Of a class; None changes nothing.
         classes: Names of the classes; empty if the data set only numbers them.
     """
 
-    transform: Any = None
     target_transform: Any = None
     _named: torch.Tensor | None = None
     classes: Sequence[str] = ()
@@ -152,7 +151,7 @@ class Stream(IterableDataset, ABC):
             else:
                 yield image, _as_class(label, name)
 
-    def skip_corrupt(self) -> None:
+    def skip_corrupt(self, instead: str) -> None:
         """Leave out images that cannot be decoded and what cannot be read of a shard; name each once."""
         self._named = new_flags(MOST_NAMED)
 

@@ -17,6 +17,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from aft_vision.data.augment import Augmentation, train_stages
 from aft_vision.data.checked import CheckedDataset
 from aft_vision.data.images import CorruptImageError
+from aft_vision.data.native import NativeShape
 
 _threads = torch.get_num_threads()
 try:
@@ -42,6 +43,73 @@ torch.set_num_threads(_threads)
 RAW = int(IMAGE_MODES['raw'])
 
 
+class TrainTransform:
+    """Random crop, flip and automatic augmentation with the draws of timm's transform for the same seed.
+
+    FFCV resizes the crop with OpenCV's INTER_AREA, while timm's resizing is bicubic.
+
+    Args:
+        img_size: (H, W) in pixels.
+        mean: Mean pixel per channel, in [0, 1]; the fill colour of rotations.
+        std: As of timm's transform, whose tensor is not used.
+    """
+
+    def __init__(
+        self,
+        img_size: tuple[int, int] | NativeShape,
+        augment: Augmentation,
+        mean: Sequence[float],
+        std: Sequence[float] = (1.0,) * 3,
+    ) -> None:
+        (self.crop, *_), automatic, _ = train_stages(_one_size(img_size), augment, mean, std)
+        self.hflip = augment.hflip
+        # timm also has a colour jitter of strength 0.
+        self.steps = automatic if augment.changes_colors else []
+
+    def __call__(self, image: np.ndarray) -> torch.Tensor:
+        """Transform an image.
+
+        Args:
+            image: (H, W, 3), uint8.
+
+        Returns:
+            (3, height, width), uint8.
+        """
+        # Drawing the crop uses only the size of the image.
+        shape = torch.empty((3, *image.shape[:2]), device='meta')
+        top, left, height, width = self.crop.get_params(shape, self.crop.scale, self.crop.ratio)
+        # torchvision draws nothing for a flip that never happens.
+        flip = self.hflip > 0 and bool(torch.rand(1) < self.hflip)
+        changed = _resize(image, (top, left, height, width), self.crop.size, flip)
+        if self.steps:
+            picture = to_pil_image(changed)
+            for step in self.steps:
+                picture = step(picture)
+            changed = pil_to_tensor(picture)
+        return changed
+
+
+class EvalTransform:
+    """The centre crop of DeiT's evaluation, resized by FFCV.
+
+    Args:
+        img_size: (H, W) in pixels.
+        crop_pct: Side of the crop relative to the image, in (0, 1].
+    """
+
+    def __init__(self, img_size: tuple[int, int] | NativeShape, crop_pct: float) -> None:
+        if not 0 < crop_pct <= 1:
+            raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
+        self.img_size, self.crop_pct = _one_size(img_size), crop_pct
+
+    def __call__(self, image: np.ndarray) -> torch.Tensor:
+        """Crop and resize an image (H, W, 3), uint8, to (3, height, width)."""
+        factor = self.crop_pct * min(side / wanted for side, wanted in zip(image.shape, self.img_size, strict=False))
+        height, width = (max(round(factor * wanted), 1) for wanted in self.img_size)
+        top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
+        return _resize(image, (top, left, height, width), self.img_size)
+
+
 class BetonDataset(CheckedDataset):
     """The images of an FFCV file, as uint8 arrays (H, W, 3) or transformed by `transform`, and their classes.
 
@@ -56,6 +124,8 @@ class BetonDataset(CheckedDataset):
         ValueError: the file is missing, truncated or of another format, or its classes are not the expected ones.
     """
 
+    train_transform, eval_transform = TrainTransform, EvalTransform
+
     def __init__(self, path: str | Path, num_classes: int | None = None) -> None:
         self.path = Path(path)
         reader = _read_header(self.path)
@@ -68,6 +138,7 @@ class BetonDataset(CheckedDataset):
         self.images, self.labels = reader.metadata[images[0]], reader.metadata[labels[0]]
         self.sizes = self._find_sizes(reader.alloc_table)
         self.class_names = self._find_class_names(num_classes)
+        self.targets = np.array(self.labels)
         self._bytes: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -148,64 +219,12 @@ def _read_header(path: Path) -> Reader:
     return reader
 
 
-class TrainTransform:
-    """Random crop, flip and automatic augmentation with the draws of timm's transform for the same seed.
-
-    FFCV resizes the crop with OpenCV's INTER_AREA, while timm's resizing is bicubic.
-
-    Args:
-        img_size: (H, W) in pixels.
-        mean: Mean pixel per channel, in [0, 1]; the fill colour of rotations.
-    """
-
-    def __init__(self, img_size: tuple[int, int], augment: Augmentation, mean: Sequence[float]) -> None:
-        (self.crop, *_), automatic, _ = train_stages(img_size, augment, mean, std=(1.0,) * 3)
-        self.hflip = augment.hflip
-        # timm also has a colour jitter of strength 0.
-        self.steps = automatic if augment.changes_colors else []
-
-    def __call__(self, image: np.ndarray) -> torch.Tensor:
-        """Transform an image.
-
-        Args:
-            image: (H, W, 3), uint8.
-
-        Returns:
-            (3, height, width), uint8.
-        """
-        # Drawing the crop uses only the size of the image.
-        shape = torch.empty((3, *image.shape[:2]), device='meta')
-        top, left, height, width = self.crop.get_params(shape, self.crop.scale, self.crop.ratio)
-        # torchvision draws nothing for a flip that never happens.
-        flip = self.hflip > 0 and bool(torch.rand(1) < self.hflip)
-        changed = _resize(image, (top, left, height, width), self.crop.size, flip)
-        if self.steps:
-            picture = to_pil_image(changed)
-            for step in self.steps:
-                picture = step(picture)
-            changed = pil_to_tensor(picture)
-        return changed
-
-
-class EvalTransform:
-    """The centre crop of DeiT's evaluation, resized by FFCV.
-
-    Args:
-        img_size: (H, W) in pixels.
-        crop_pct: Side of the crop relative to the image, in (0, 1].
-    """
-
-    def __init__(self, img_size: tuple[int, int], crop_pct: float) -> None:
-        if not 0 < crop_pct <= 1:
-            raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
-        self.img_size, self.crop_pct = img_size, crop_pct
-
-    def __call__(self, image: np.ndarray) -> torch.Tensor:
-        """Crop and resize an image (H, W, 3), uint8, to (3, height, width)."""
-        factor = self.crop_pct * min(side / wanted for side, wanted in zip(image.shape, self.img_size, strict=False))
-        height, width = (max(round(factor * wanted), 1) for wanted in self.img_size)
-        top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
-        return _resize(image, (top, left, height, width), self.img_size)
+def _one_size(size: tuple[int, int] | NativeShape) -> tuple[int, int]:
+    if isinstance(size, NativeShape):
+        raise ValueError(
+            'expected a folder or tar file of images of native shapes, got FFCV files: give the images themselves'
+        )
+    return size
 
 
 def _resize(

@@ -97,7 +97,7 @@ def write_beton(
     path, options = Path(path), options or BetonOptions()
     if path.suffix != '.beton':
         raise ValueError(f'expected a path that ends in .beton, got {path}')
-    if split.is_beton:
+    if isinstance(split.dataset, BetonDataset):
         raise ValueError('expected a data set of images, got FFCV files: give the images of which they were written')
     if split.is_stream:
         raise ValueError('expected a data set whose images can be had at random positions, got a stream')
