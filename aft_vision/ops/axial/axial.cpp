@@ -562,6 +562,9 @@ struct Call {
 
 extern "C" {
 
+AFT_PACKED(aft_axial_forward, ForwardCall)
+AFT_PACKED(aft_axial_backward, BackwardCall)
+
 // y and, unless den has no data, the denominators, at the references of keys and biases. Returns 0 where a denominator
 // has lost digits: discard the result.
 int aft_axial_forward(const ForwardCall *packed, float least, int threads) {

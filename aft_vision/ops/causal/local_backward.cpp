@@ -271,6 +271,8 @@ struct BackwardCall {
 
 extern "C" {
 
+AFT_PACKED(aft_local_causal_backward, BackwardCall)
+
 // The gradients of q, k, v and, unless `dband` is null, of the band, (T, s). Targets with a denominator below `underflow`
 // count for nothing: returns 0 where there are any.
 int aft_local_causal_backward(const BackwardCall *packed, float headroom, float underflow, int threads) {

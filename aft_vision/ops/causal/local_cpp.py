@@ -83,7 +83,7 @@ def local_causal_backward(
     fields += (address(d_band, held),)
     with profiled('aft_vision::local_backward'):
         good = compiled().aft_local_causal_backward(
-            pack(*fields), ctypes.c_float(HEADROOM), LEAST, torch.get_num_threads()
+            pack('aft_local_causal_backward', *fields), ctypes.c_float(HEADROOM), LEAST, torch.get_num_threads()
         )
     if d_band is not None:
         bias.grad = d_band
@@ -104,7 +104,7 @@ def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
     fields = *_call(inputs, held), *stream(y, held), *stream(den, held)
     with profiled('aft_vision::local_forward'):
         good = compiled().aft_local_causal_forward(
-            pack(*fields),
+            pack('aft_local_causal_forward', *fields),
             ctypes.c_float(HEADROOM),
             _Limits(LEAST, vanishing_limit(torch.float32, y.shape[1])),
             torch.get_num_threads(),

@@ -276,6 +276,9 @@ struct BackwardCall {
 
 extern "C" {
 
+AFT_PACKED(aft_simple_causal_forward, ForwardCall)
+AFT_PACKED(aft_simple_causal_backward, BackwardCall)
+
 // y and, unless den is null, the denominators, each relative to the reference of its token.
 int aft_simple_causal_forward(const ForwardCall *packed, int threads) {
   return guarded([&] {

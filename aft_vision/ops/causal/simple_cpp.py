@@ -16,7 +16,7 @@ def simple_causal_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:
     held: list[Tensor] = []
     fields = *_call(inputs, held), *tokens(y, held), *tokens(bottom if save else None, held)
     with profiled('aft_vision::scan_forward'):
-        compiled().aft_simple_causal_forward(pack(*fields), torch.get_num_threads())
+        compiled().aft_simple_causal_forward(pack('aft_simple_causal_forward', *fields), torch.get_num_threads())
     return (out if y is out else out.copy_(y)), (den if bottom is den else den.copy_(bottom))
 
 
@@ -30,7 +30,7 @@ def simple_causal_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: Qkv, ne
     for x in (grad, y, den, *found):
         fields += tokens(x, held)
     with profiled('aft_vision::scan_backward'):
-        compiled().aft_simple_causal_backward(pack(*fields), torch.get_num_threads())
+        compiled().aft_simple_causal_backward(pack('aft_simple_causal_backward', *fields), torch.get_num_threads())
     return cast(found, (q, k, v), k)
 
 

@@ -1,7 +1,8 @@
 """Calls of the C++ kernels: the library, loaded at first use, and tensors as arguments.
 
 If the library cannot be built, one line is logged and the torch forms run. A call gives its kernel one block of numbers
-and addresses, eight bytes each, in the order of a struct in C++.
+and addresses, eight bytes each, in the order of a struct in C++. The sizes of both are compared once for each function,
+before its first call.
 """
 
 import contextlib
@@ -28,6 +29,8 @@ _logger = logging.getLogger(__name__)
 
 # Return value of the functions of `guard.h` for std::bad_alloc; that for every other exception is below it.
 OUT_OF_MEMORY = -1000
+# That of `guard.cpp`: what the kernels are given, in which order.
+LAYOUT = 1
 # A device costs less than its name.
 CPU = torch.device('cpu')
 # One context for all calls without a profile.
@@ -80,6 +83,10 @@ def compiled() -> Kernels:
 
 def _load(path: Path) -> Kernels:
     found = Kernels(str(path))
+    if found.aft_layout() != LAYOUT:
+        raise RuntimeError(
+            f'expected C++ kernels of layout {LAYOUT}, got {found.aft_layout()}: install the package again'
+        )
     # Record the time of the last use; the folder may not be writable.
     with contextlib.suppress(OSError):
         os.utime(path)
@@ -122,14 +129,22 @@ class Tokens(ctypes.Structure):
     _fields_ = [('data', ctypes.c_void_p), ('batch', ctypes.c_int64), ('token', ctypes.c_int64)]
 
 
-def pack(*fields: int) -> bytes:
-    """Pack the fields of a struct; every tensor whose address is among them must outlive the call."""
-    return _layout(len(fields)).pack(*fields)
+def pack(function: str, *fields: int) -> bytes:
+    """Pack the struct of a function; every tensor whose address is among the fields must outlive the call."""
+    return _layout(function, len(fields)).pack(*fields)
 
 
 @functools.cache
-def _layout(count: int) -> struct.Struct:
+def _layout(function: str, count: int) -> struct.Struct:
+    check_size(function, 8 * count)
     return struct.Struct(f'{count}q')
+
+
+def check_size(function: str, size: int) -> None:
+    """Raise a RuntimeError unless a struct for a function has as many bytes as in C++."""
+    expected = getattr(compiled(), f'{function}_size')()
+    if size != expected:
+        raise RuntimeError(f'{function} needs a struct of {expected} bytes, got {size}: its fields differ in C++')
 
 
 def address(x: Tensor | None, held: list[Tensor]) -> int:
@@ -211,8 +226,9 @@ def run_forward(
     den = empty_denominator(inputs.k, inputs.v, save) if save else None
     y = narrow_output(out)
     fields = *fields, *stream(y, held), *stream(den, held)
+    function = f'aft_{name}_forward'
     with profiled(f'aft_vision::{name}_forward'):
-        good = getattr(compiled(), f'aft_{name}_forward')(pack(*fields), LEAST, torch.get_num_threads())
+        good = getattr(compiled(), function)(pack(function, *fields), LEAST, torch.get_num_threads())
     return (out if y is out else out.copy_(y), den) if good else None
 
 
@@ -238,8 +254,9 @@ def run_backward(
     for x in (*results, *found):
         fields = *fields, *stream(x, held)
     fields = *fields, *(address(x, held) for x in sums)
+    function = f'aft_{name}_backward'
     with profiled(f'aft_vision::{name}_backward'):
-        good = getattr(compiled(), f'aft_{name}_backward')(pack(*fields), LEAST, torch.get_num_threads())
+        good = getattr(compiled(), function)(pack(function, *fields), LEAST, torch.get_num_threads())
     return found if good else None
 
 

@@ -13,6 +13,10 @@ extern "C" {
 int aft_report(int code, const char *reason) noexcept;
 }
 
+// Let Python compare the size of the struct that it packs for a function with that of the struct here.
+#define AFT_PACKED(function, type) \
+  int function##_size() { return sizeof(type); }
+
 namespace {
 
 // The codes of failed functions, which `cpp.py` turns into Python exceptions.

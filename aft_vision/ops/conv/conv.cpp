@@ -427,6 +427,9 @@ struct BackwardCall {
 
 extern "C" {
 
+AFT_PACKED(aft_conv_forward, ForwardCall)
+AFT_PACKED(aft_conv_backward, BackwardCall)
+
 // y and, unless den is null, the denominators. Returns 0 where a denominator is below `underflow`, or NaN.
 int aft_conv_forward(const ForwardCall *packed, float underflow, int threads) {
   return guarded([&] {

@@ -349,6 +349,9 @@ struct BackwardCall {
 
 extern "C" {
 
+AFT_PACKED(aft_depthwise_forward, ForwardCall)
+AFT_PACKED(aft_depthwise_backward, BackwardCall)
+
 // y and, unless den is null, the denominators, at the references of the keys and of the bias. Returns 0 where a denominator
 // has lost digits: discard the result.
 int aft_depthwise_forward(const ForwardCall *packed, DigitLimits limits, int threads) {

@@ -175,6 +175,8 @@ int forward(const Call &call, float underflow, int threads) {
 
 extern "C" {
 
+AFT_PACKED(aft_conv_wide_forward, Call)
+
 // y and, unless den is null, the denominators. Returns 0 where a denominator is below `underflow`, or NaN.
 int aft_conv_wide_forward(const Call *call, float underflow, int threads) {
   return guarded([&] {

@@ -69,6 +69,8 @@ void compute_weights(const WindowWeights &weights, int64_t channels, int threads
 
 extern "C" {
 
+AFT_PACKED(aft_window_weights, WindowWeights)
+
 // The weights of a bias for later calls, which then give none.
 int aft_window_weights(const WindowWeights *packed, int channels, int threads) {
   return guarded([&] { compute_weights(*packed, channels, threads); });

@@ -77,7 +77,7 @@ def bias_weights(kernel: Tensor, v: Tensor) -> Tensor:
     """
     held: list[Tensor] = []
     fields = _place_weights(kernel, kernel.shape[-1], None, held)
-    compiled().aft_window_weights(pack(*fields), len(kernel), torch.get_num_threads())
+    compiled().aft_window_weights(pack('aft_window_weights', *fields), len(kernel), torch.get_num_threads())
     return held[0].view(_weights_shape(len(kernel), kernel.shape[-1]))
 
 
@@ -149,7 +149,9 @@ def _forward(
     held: list[Tensor] = []
     fields = *_call(inputs, bias, offset, held, weights), *tokens(y, held), *tokens(den, held)
     with profiled('aft_vision::depthwise_forward'):
-        keeps_digits = compiled().aft_depthwise_forward(pack(*fields), LIMITS, torch.get_num_threads())
+        keeps_digits = compiled().aft_depthwise_forward(
+            pack('aft_depthwise_forward', *fields), LIMITS, torch.get_num_threads()
+        )
     if not keeps_digits:
         return None
     return out if y is out else out.copy_(y)
@@ -176,7 +178,9 @@ def _backward(
         fields += tokens(x, held)
     fields += parts, address(d_taps, held), address(d_bias, held)
     with profiled('aft_vision::depthwise_backward'):
-        keeps_digits = compiled().aft_depthwise_backward(pack(*fields), LIMITS, torch.get_num_threads())
+        keeps_digits = compiled().aft_depthwise_backward(
+            pack('aft_depthwise_backward', *fields), LIMITS, torch.get_num_threads()
+        )
     if not keeps_digits:
         return None
     found = cast((dq, dk, dv, d_bias), (q, k, v, bias), k)

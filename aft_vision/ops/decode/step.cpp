@@ -236,6 +236,9 @@ int mix(const Decoder &decoder, const Block &block, Limits limits, int threads) 
 
 extern "C" {
 
+AFT_PACKED(aft_decode, Decoder)
+AFT_PACKED(aft_decode_block, Block)
+
 // Takes a token x (B, C), which is overwritten, through the blocks from *place on and through the head, to out (B, n).
 // Returns 0; or, with *place at a block that the caller must mix, what `aft_local_step` does, or 5: call it
 // again then, with `mixed` (B, C) of that block, which is null otherwise.

@@ -43,7 +43,7 @@ def bias_weights(bias: Tensor, v: Tensor) -> Tensor:
     """
     held: list[Tensor] = []
     fields = _place_weights(bias, v, None, held)
-    compiled().aft_full_weights(pack(*fields), torch.get_num_threads())
+    compiled().aft_full_weights(pack('aft_full_weights', *fields), torch.get_num_threads())
     return held[0]
 
 

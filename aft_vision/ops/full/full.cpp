@@ -460,6 +460,10 @@ struct BackwardCall {
 
 extern "C" {
 
+AFT_PACKED(aft_full_weights, BiasWeights)
+AFT_PACKED(aft_full_forward, ForwardCall)
+AFT_PACKED(aft_full_backward, BackwardCall)
+
 // Floats of a vector, and rows of a product.
 int aft_lanes() { return LANES; }
 int aft_rows() { return ROWS; }

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers import make_qkv, randn
+from helpers import make_inputs, make_qkv, plain, randn
 from torch import Tensor
 
 from aft_vision import ops
+from aft_vision.ops.common import cpp
+from aft_vision.ops.declaration import OPERATIONS
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
@@ -28,7 +30,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> Tensor:
     return torch.stack(rows, 1)
 
 
-OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+CALLS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     'simple_causal': (lambda q, k, v, _: ops.aft_simple_causal(q, k, v), (1,)),
     'local_causal': (lambda q, k, v, band: ops.aft_local_causal(q, k, v, band), (12, 5)),
     'conv': (lambda q, k, v, kernel: ops.aft_conv(q, k, v, kernel, (3, 4)), (70, 3, 3)),
@@ -38,9 +40,9 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize('inputs_dtype', [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('default', [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize('name', OPERATIONS)
+@pytest.mark.parametrize('name', CALLS)
 def test_the_default_dtype_of_torch_changes_nothing(name: str, default: torch.dtype, inputs_dtype: torch.dtype):
-    operation, shape = OPERATIONS[name]
+    operation, shape = CALLS[name]
     bias = randn(*shape, seed=8).float()
     inputs = [x.to(inputs_dtype).requires_grad_() for x in make_qkv(B=2, T=12, D=70)] + [bias.requires_grad_()]
 
@@ -54,3 +56,23 @@ def test_the_default_dtype_of_torch_changes_nothing(name: str, default: torch.dt
     for found, want in zip(run(), expected, strict=True):
         assert found.dtype == want.dtype
         assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize('change', [lambda fields: fields[:-1], lambda fields: (*fields, 0)], ids=['less', 'more'])
+@pytest.mark.parametrize('name', [name for name, x in OPERATIONS.items() if x.form('cpp')])
+def test_a_struct_of_another_size_than_in_cpp_is_an_error(
+    name: str, change: Callable[[tuple[int, ...]], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    pack = cpp.pack
+    for module in ('common.cpp', 'full.cpp', 'conv.window', 'causal.simple_cpp', 'causal.local_cpp'):
+        path = f'aft_vision.ops.{module}.pack'
+        monkeypatch.setattr(path, lambda function, *fields: pack(function, *change(fields)))
+    inputs = plain(make_inputs(name, (3, 5), 70))
+    with pytest.raises(RuntimeError, match=r'aft_\w+_forward needs a struct of \d+ bytes, got \d+'):
+        getattr(ops, name)(**inputs, backend='cpp')
+
+
+def test_kernels_of_another_layout_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(cpp, 'LAYOUT', -1)
+    assert cpp.library.__wrapped__() is None
+    assert 'expected C++ kernels of layout -1, got ' in caplog.text
