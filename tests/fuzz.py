@@ -25,25 +25,17 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import operator
+from aft_vision.ops.declaration import OPERATIONS, Operation, Shape, bias_table
 from aft_vision.ops.decode import step as decode_step
 
 INFINITY = float('inf')
-GRIDS = ('aft_conv', 'aft_onehot', 'aft_axial')
-# Their compiled kernels are for a head per channel, more than 64 of them.
-DEPTHWISE = ('aft_conv', 'aft_onehot')
-DECODERS = ('aft_local_step', 'aft_local_prefill', 'aft_simple_step', 'aft_simple_prefill')
-BACKENDS = {
-    'aft_full': ('eager', 'cpp', 'triton'),
-    'aft_simple': ('eager', 'triton'),
-    'aft_local': ('eager',),
-    'aft_conv': ('eager', 'cpp', 'triton'),
-    'aft_onehot': ('eager', 'cpp', 'triton'),
-    'aft_axial': ('eager', 'cpp', 'triton'),
-    'aft_full_causal': ('eager',),
-    'aft_local_causal': ('eager', 'cpp', 'triton'),
-    'aft_simple_causal': ('eager', 'cpp', 'triton'),
-    **dict.fromkeys(DECODERS, ('eager', 'cpp')),
+# The functions that decode, and what they do step by step.
+DECODERS = {
+    **dict.fromkeys(('aft_local_step', 'aft_local_prefill'), 'aft_local_causal'),
+    **dict.fromkeys(('aft_simple_step', 'aft_simple_prefill'), 'aft_simple_causal'),
 }
+BACKENDS = {name: tuple(dict.fromkeys(form.backend for form in x.forms[::-1])) for name, x in OPERATIONS.items()}
+BACKENDS |= dict.fromkeys(DECODERS, ('eager', 'cpp'))
 PAIRS = [(operator, backend) for operator, backends in BACKENDS.items() for backend in backends]
 # Blocks of targets have 32, 64 or 128 tokens: sequences that end at a border, one token before and after, and others.
 TOKENS = (1, 2, 3, 5, 8, 16, 31, 32, 33, 34, 63, 64, 65, 66, 96, 97, 127, 128, 129, 130, 160, 193)
@@ -76,7 +68,7 @@ class Case:
     Attributes:
         grid: tokens (H, W); (1, T) for operators over sequences.
         heads: channels of k; with `channels` of v each.
-        window: tokens (W) of a causal band; the side of a kernel and the width of another band are 2 * window - 1.
+        window: that of `Shape`.
         key_range, bias_range: nats from the smallest to the largest, about; what they mean is a style's own.
         key_holes, bias_holes: keys and biases of minus infinity.
         wide_bias: a float32 bias next to half-precision q, k and v.
@@ -104,7 +96,7 @@ class Case:
     mask: str = 'none'
     layout: str = 'contiguous'
     grad_layout: str = 'contiguous'
-    global_context: bool = True
+    flags: bool = True
     gradients: bool = True
     grad_scale: float = 1.0
     relation: str = 'none'
@@ -120,8 +112,8 @@ class Case:
         return self.grid[0] * self.grid[1]
 
     @property
-    def causal(self) -> bool:
-        return self.operator.endswith('_causal') or self.operator in DECODERS
+    def operation(self) -> Operation:
+        return OPERATIONS[DECODERS.get(self.operator, self.operator)]
 
     @property
     def nasty(self) -> bool:
@@ -138,24 +130,22 @@ class Wrong(AssertionError):
 
 def cases(operator: str, backend: str) -> st.SearchStrategy[Case]:
     """Cases for one form of an operator, no larger than the oracle can take."""
-    interpreted = backend == 'triton'
+    interpreted, operation = backend == 'triton', OPERATIONS[DECODERS.get(operator, operator)]
     grids: st.SearchStrategy[tuple[int, int]] = st.sampled_from(
         [(1, tokens) for tokens in (TOKENS_INTERPRETED if interpreted else TOKENS)]
     )
     heads: st.SearchStrategy[int] = st.integers(1, 4) if interpreted else st.integers(1, 9) | st.sampled_from([17, 33])
     channels: st.SearchStrategy[int] = st.just(1)
-    if operator in GRIDS:
+    if operation.has_grid:
         side = st.integers(1, 4 if interpreted else 9)
         grids, channels = st.tuples(side, side), st.integers(1, 3)
-        if backend == 'cpp' and operator in DEPTHWISE:
-            heads, channels = st.sampled_from([65, 72, 80]), st.just(1)
     windows = st.sampled_from([1, 2, 3, 5, 9, 17] if interpreted else [1, 2, 3, 5, 9, 31, 32, 33, 40, 64, 65, 100])
-    if operator in GRIDS:
-        windows = st.integers(1, 4 if interpreted else 6)
+    if operation.has_grid:
+        windows = st.integers(1, 7 if interpreted else 11)
     wide = ('float64',) if backend == 'eager' else ()
     ranges = st.sampled_from([0, 60, 110, 160, 240, *((600, 2400) if operator in DECODERS else ())])
     # What only the forms of a CPU promise.
-    vast = backend != 'triton' and (operator.endswith('_causal') or operator in DECODERS)
+    vast = backend != 'triton' and operation.causal
     return st.builds(
         Case,
         operator=st.just(operator),
@@ -170,18 +160,18 @@ def cases(operator: str, backend: str) -> st.SearchStrategy[Case]:
         keys=st.sampled_from(KEYS),
         key_range=st.sampled_from([0, 60, 100, 130, 150, 300, 800]),
         key_holes=st.sampled_from(('none',) * 6 + HOLES[1:]),
-        biases=st.sampled_from(BIASES if 'simple' not in operator else ('plain',)),
-        bias_range=ranges if 'simple' not in operator else st.just(0),
-        bias_holes=st.sampled_from(('none',) * 6 + HOLES[1:] if 'simple' not in operator else ('none',)),
+        biases=st.sampled_from(BIASES if operation.biases else ('plain',)),
+        bias_range=ranges if operation.biases else st.just(0),
+        bias_holes=st.sampled_from(('none',) * 6 + HOLES[1:] if operation.biases else ('none',)),
         wide_bias=st.booleans(),
         values=st.sampled_from((*VALUES, 'vast') if vast else VALUES),
         mask=st.sampled_from(('none',) * 4 + MASKS[1:] if operator not in DECODERS else ('none',)),
         layout=st.sampled_from(LAYOUTS),
         grad_layout=st.sampled_from(LAYOUTS),
-        global_context=st.booleans() if operator == 'aft_conv' and backend != 'cpp' else st.just(True),
+        flags=st.booleans() if operation.flags else st.just(True),
         gradients=st.sampled_from([True, True, True, False]) if operator not in DECODERS else st.just(False),
         grad_scale=st.sampled_from(GRAD_SCALES if vast else GRAD_SCALES[:1]),
-        relation=st.sampled_from(RELATIONS if operator.endswith('_causal') else RELATIONS[:3]),
+        relation=st.sampled_from(RELATIONS if operation.causal and operator not in DECODERS else RELATIONS[:3]),
         threads=st.sampled_from([1, 1, 1, 3]) if backend == 'cpp' else st.just(1),
         seed=st.integers(0, 2**20),
     ).map(_within_reach)
@@ -192,17 +182,24 @@ def _within_reach(case: Case) -> Case:
     most = max(1, WEIGHTS // case.tokens**2)
     batch = max(1, min(case.batch, most // (case.heads * case.channels)))
     channels = max(1, min(case.channels, most // case.heads))
-    heads = case.heads if case.backend == 'cpp' and case.operator in DEPTHWISE else min(case.heads, most)
+    heads = min(case.heads, most)
     # The smallest float16 is 6e-8.
     grad_scale = 1.0 if case.dtype == 'float16' else case.grad_scale
-    return replace(case, grad_scale=grad_scale, batch=batch, channels=channels, heads=heads)
+    found = replace(case, grad_scale=grad_scale, batch=batch, channels=channels, heads=heads)
+    if case.backend != 'cpp' or case.operator in DECODERS:
+        return found
+    forms, inputs = case.operation.forms, Inputs(found).named()
+    if any(form.backend == 'cpp' and form.supports(inputs) for form in forms):
+        return found
+    # Some compiled kernels are for a head per channel, more than 64 of them.
+    return replace(found, heads=65 + case.heads % 16, channels=1, flags=True)
 
 
 class Inputs:
     """The tensors of a case: `arguments` by name as an operator takes them, and `grad`, the gradient of its result."""
 
     def __init__(self, case: Case) -> None:
-        g = generator(case.seed)
+        self.operation, g = case.operation, generator(case.seed)
         dtype = getattr(torch, case.dtype)
         device = 'cuda' if case.backend == 'triton' and torch.cuda.is_available() else 'cpu'
         shape = (case.batch, case.tokens, case.heads * case.channels)
@@ -212,7 +209,8 @@ class Inputs:
 
         k, v = draw_keys(case, g), draw_values(case, shape, g)
         q = torch.randn(shape, generator=g, dtype=torch.float64) * 2
-        biases = {name: draw_bias(case, g) for name in _bias_names(case)}
+        size = Shape(case.batch, case.grid, shape[2], case.channels, case.window)
+        own = case.operation.draw(size, lambda *sizes: draw_bias(case, sizes, g))
         self.mask = draw_mask(case, g)
         grad = torch.randn(shape, generator=g, dtype=torch.float64) * case.grad_scale
         grad = place(grad, case.grad_layout, dtype)
@@ -222,53 +220,57 @@ class Inputs:
         self.grad = grad
         self.arguments: dict[str, Any] = {'q': q if case.gated else None, 'k': k, 'v': v}
         wide = torch.float32 if case.wide_bias and dtype != torch.float64 else dtype
-        self.arguments |= {name: place(bias, case.layout, wide) for name, bias in biases.items()}
-        if case.operator in GRIDS:
-            self.arguments['grid'] = case.grid
-        if case.operator == 'aft_onehot':
-            self.arguments['offset'] = torch.randint(-3, 4, (case.heads, 2), generator=g).to(device)
-        if case.operator == 'aft_conv':
-            self.arguments['global_context'] = case.global_context
+        for name, x in own.items():
+            if isinstance(x, Tensor):
+                x = place(x, case.layout, wide) if x.is_floating_point() else x.to(device)
+            self.arguments[name] = x
+        self.arguments |= dict.fromkeys(case.operation.flags, case.flags)
 
-    def expected(self, case: Case) -> dict[str, oracle.Term]:
+    def named(self) -> Any:
+        """All inputs of the operation, by name."""
+        return self.operation.inputs(**self.arguments, mask=self.mask)
+
+    def expected(self) -> dict[str, oracle.Term]:
         """By the names of the arguments, and 'y'."""
-        names, tokens = _bias_names(case), case.tokens
-        match case.operator:
-            case 'aft_axial':
-                table = oracle.axial_table(case.grid, case.heads, (2 * case.window - 1,) * 2)
-            case 'aft_conv':
-                table = oracle.conv_table(case.grid, case.heads, 2 * case.window - 1, case.global_context)
-            case 'aft_onehot':
-                table = oracle.onehot_table(case.grid, self.arguments['offset'].cpu().numpy())
-            case name if 'simple' in name:
-                table = oracle.simple_table(tokens, case.causal)
-            case name if 'local' in name:
-                table = oracle.local_table(tokens, self.arguments['band'].shape[1], case.causal)
-            case _:
-                table = oracle.full_table(tokens, case.causal)
-        arrays = [None if x is None else _array(x) for x in (self.arguments[name] for name in 'qkv')]
-        biases = [_array(self.arguments[name]) for name in names]
-        mask = None if self.mask is None else self.mask.cpu().numpy()
-        bias = np.concatenate([x.ravel() for x in biases]) if biases else None
-        found = oracle.evaluate(oracle.Inputs(*arrays, bias, mask, _array(self.grad)), table)
-        return {name: term for name, term in found.items() if name != 'bias'} | _split_bias(names, biases, found)
+        inputs = self.named()
+        inputs = inputs._make(x.cpu() if isinstance(x, Tensor) else x for x in inputs)
+        names = self.operation.biases
+        biases = [getattr(inputs, name).detach().double() for name in names]
+        arrays = [None if x is None else _array(x) for x in inputs[:3]]
+        bias = bias_table(biases).numpy() if biases else None
+        mask = None if inputs.mask is None else inputs.mask.numpy()
+        found = oracle.evaluate(
+            oracle.Inputs(*arrays, bias, mask, _array(self.grad)), make_table(self.operation, inputs)
+        )
+        if bias is not None:
+            found |= _split_bias(names, biases, found.pop('bias'))
+        return found
+
+
+def make_table(operation: Operation, inputs: Any) -> np.ndarray:
+    """What the oracle needs to know of an operation: (n, T, T, 1 or h)."""
+    source = torch.arange(inputs.v.shape[1])
+    entry, biased, seen = operation.index(inputs, source[:, None], source)
+    by_head = biased.ndim > entry.ndim
+    biased = biased.permute(1, 2, 0) if by_head else biased.unsqueeze(-1)
+    rows, columns = (
+        bias_table([getattr(inputs, name) for name in operation.biases]).shape if operation.biases else (1, 0)
+    )
+    table = (entry.unsqueeze(-1) + columns * torch.arange(rows)).where(biased, oracle.PLAIN)
+    return (table if seen is None else table.where(seen.unsqueeze(-1), oracle.HIDDEN)).numpy()
 
 
 def _array(x: Tensor) -> Any:
     return x.detach().cpu().double().numpy()
 
 
-def _bias_names(case: Case) -> list[str]:
-    names = {'full': ['bias'], 'local': ['band'], 'conv': ['kernel'], 'onehot': ['weight']}
-    return (names | {'axial': ['row_bias', 'column_bias']}).get(case.operator.split('_')[1], [])
-
-
-def _split_bias(names: list[str], biases: list[Any], found: dict[str, oracle.Term]) -> dict[str, oracle.Term]:
-    # The gradients of biases that the oracle sees one after the other.
-    ends = np.cumsum([x.size for x in biases])[:-1]
-    parts = zip(*(np.split(x, ends) for x in found['bias']), strict=True) if biases else ()
-    terms = ([x.reshape(bias.shape) for x in part] for part, bias in zip(parts, biases, strict=True))
-    return dict(zip(names, (oracle.Term(*term) for term in terms), strict=True))
+def _split_bias(names: Sequence[str], biases: Sequence[Tensor], found: oracle.Term) -> dict[str, oracle.Term]:
+    # The gradients of biases that the oracle sees next to each other.
+    if len(names) == 1:
+        return {names[0]: oracle.Term(*(x.reshape(biases[0].shape) for x in found))}
+    ends = np.cumsum([x.shape[1] for x in biases])[:-1]
+    parts = zip(*(np.split(x, ends, 1) for x in found), strict=True)
+    return dict(zip(names, (oracle.Term(*term) for term in parts), strict=True))
 
 
 def _borders(case: Case, count: int, g: torch.Generator) -> Tensor:
@@ -313,13 +315,9 @@ def draw_keys(case: Case, g: torch.Generator) -> Tensor:
     return make_holes(k, case.key_holes, g)
 
 
-def draw_bias(case: Case, g: torch.Generator) -> Tensor:
-    """In the shape that the operator takes, float64."""
-    side, name = 2 * case.window - 1, case.operator.split('_')[1]
-    band = (case.tokens, case.window if case.causal else side)
-    shapes = {'full': (case.tokens, case.tokens), 'local': band, 'conv': (case.heads, side, side)}
-    shapes['axial'] = (case.heads, side)
-    shape, reach = shapes.get(name, (case.heads,)), float(case.bias_range)
+def draw_bias(case: Case, shape: tuple[int, ...], g: torch.Generator) -> Tensor:
+    """A position bias of a shape, float64."""
+    reach = float(case.bias_range)
     noise = torch.randn(shape, generator=g, dtype=torch.float64)
     uniform = torch.rand(shape, generator=g, dtype=torch.float64)
     match case.biases:
@@ -402,7 +400,7 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 def check(case: Case) -> None:
     """Raise `Wrong` unless the operator gives what the oracle gives, and what the case's relation promises."""
     inputs = Inputs(case)
-    expected = inputs.expected(case)
+    expected = inputs.expected()
     bounds = BOUNDS[getattr(torch, case.dtype)]
     value_bound, gradient_bound = (max(NASTY_BOUND, x) if case.nasty else x for x in bounds)
     threads = torch.get_num_threads()
@@ -437,7 +435,10 @@ def _is_float(x: object) -> bool:
 
 def call(case: Case, arguments: dict[str, Any], mask: Tensor | None) -> Tensor:
     """The operator in the case's form."""
-    return getattr(ops, case.operator)(**arguments, mask=mask, backend=case.backend)
+    function = getattr(ops, case.operator, None)
+    if function is None:
+        return case.operation.operator(*case.operation.inputs(**arguments, mask=mask), case.backend)
+    return function(**arguments, mask=mask, backend=case.backend)
 
 
 def spoil_masked(inputs: Inputs) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A joint log-sum-exp in float64 and numpy, in value and in every gradient, that shares no code with the operators.
+"""A joint log-sum-exp in float64 and numpy, in value and in every gradient, that shares no code with the forms.
 
 Every operator of AFT is one sum: the logit of source s for target t in channel c is k[s, c] plus either an entry of the
 position bias or 0, and a source that may not be seen has none. So an operator is described by a table of integers, or
@@ -35,51 +35,6 @@ class Inputs(NamedTuple):
     bias: Array | None
     mask: Array | None
     grad: Array
-
-
-def full_table(tokens: int, causal: bool) -> Array:
-    """(T, T, 1), each pair with its own entry of a (T, T) bias."""
-    target, source = np.indices((tokens, tokens))
-    table = target * tokens + source
-    return _hide_future(table, causal)
-
-
-def simple_table(tokens: int, causal: bool) -> Array:
-    """(T, T, 1), no biases."""
-    return _hide_future(np.full((tokens, tokens), PLAIN), causal)
-
-
-def local_table(tokens: int, width: int, causal: bool) -> Array:
-    """(T, T, 1): entry j of a target's row of the (T, width) band belongs to the source j - reach tokens away."""
-    target, source = np.indices((tokens, tokens))
-    reach = width - 1 if causal else width // 2
-    entry = source - target + reach
-    return _hide_future(np.where((entry >= 0) & (entry < width), target * width + entry, PLAIN), causal)
-
-
-def conv_table(grid: tuple[int, int], heads: int, size: int, global_context: bool) -> Array:
-    """(T, T, h): source (y + dy, x + dx) of target (y, x) has kernel[i, size // 2 + dy, size // 2 + dx]."""
-    dy, dx = (x + size // 2 for x in _offsets(grid))
-    inside = (dy >= 0) & (dy < size) & (dx >= 0) & (dx < size)
-    outside = PLAIN if global_context else HIDDEN
-    return np.stack([np.where(inside, (i * size + dy) * size + dx, outside) for i in range(heads)], -1)
-
-
-def onehot_table(grid: tuple[int, int], offset: Array) -> Array:
-    """(T, T, h): weight[i] at the one offset (dy, dx) of head i."""
-    dy, dx = _offsets(grid)
-    return np.stack([np.where((dy == y) & (dx == x), i, PLAIN) for i, (y, x) in enumerate(offset)], -1)
-
-
-def axial_table(grid: tuple[int, int], heads: int, widths: tuple[int, int]) -> Array:
-    """(2, T, T, h): the entries of (h, width) biases along rows and along columns, the second after the first."""
-    start, tables = 0, []
-    for offset, width in zip(_offsets(grid), widths, strict=True):
-        place = offset + width // 2
-        inside = (place >= 0) & (place < width)
-        tables.append(np.stack([np.where(inside, start + i * width + place, PLAIN) for i in range(heads)], -1))
-        start += heads * width
-    return np.stack(tables)
 
 
 def evaluate(inputs: Inputs, table: Array) -> dict[str, Term]:
@@ -129,14 +84,3 @@ def _softmax(logits: Array) -> Array:
 def _scatter(x: Array, index: Array, bias: Array) -> Array:
     kept = index >= 0
     return np.bincount(index[kept], x[kept], bias.size).astype(float).reshape(bias.shape)
-
-
-def _offsets(grid: tuple[int, int]) -> tuple[Array, Array]:
-    # (T, T) each: the rows and the columns from target to source.
-    y, x = (place.ravel() for place in np.indices(grid))
-    return y[None] - y[:, None], x[None] - x[:, None]
-
-
-def _hide_future(table: Array, causal: bool) -> Array:
-    target, source = np.indices(table.shape)
-    return np.where(causal & (source > target), HIDDEN, table)[..., None]

@@ -6,6 +6,7 @@ operation, H, W token grid, h heads, s window or kernel size, V vocabulary.
 
 from aft_vision.ops.aft import aft_axial, aft_conv, aft_full, aft_local, aft_onehot, aft_simple
 from aft_vision.ops.aft_causal import aft_full_causal, aft_local_causal, aft_simple_causal
+from aft_vision.ops.declaration import BiasIndex, Form, Operation, Shape
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import (
     LocalState,
@@ -23,7 +24,7 @@ from aft_vision.ops.decode.step import (
     compile_decoder,
 )
 from aft_vision.ops.flops import jit_handles
-from aft_vision.ops.operator import bias_weights
+from aft_vision.ops.operator import bias_weights, register
 from aft_vision.ops.position_bias import (
     factorized_band_row,
     factorized_bias,

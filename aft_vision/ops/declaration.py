@@ -6,7 +6,7 @@
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 class BiasIndex(NamedTuple):
     """Which entries of the position biases some targets read, by source.
 
-    The biases are next to each other in a table (1 or h, M): (T, T) as T T entries, a band as T width, a kernel as s s.
+    They are columns of `bias_table`.
 
     Attributes:
         entry: (N, T) int64, the column of w[target, source]; (n, N, T) where w is a sum of n entries.
@@ -128,6 +128,7 @@ class Operation:
         forms: for a CPU, for a GPU, and last, in torch operations, for any inputs. Of two for one device the faster is
             first.
         check: raises a ValueError for inputs whose shapes do not match.
+        causal: a target sees only the sources up to it.
         biases: names of the inputs besides q, k, v that have gradients: the position biases.
         bias_index: returns the entries of the biases that targets (N, 1) read for sources (T,); takes the inputs first.
         empty_saved: allocates from (k, v, save) what the forward keeps for the backward; None if that is nothing.
@@ -139,12 +140,14 @@ class Operation:
         reference: computes it term by term, for tests.
         draw: returns the operation's own inputs of a shape, for tests, by name; takes a function that draws a tensor of
             given sizes.
+        operator: computes (*inputs, backend), once it is registered.
     """
 
     name: str
     inputs: Any
     forms: tuple[Form, ...]
     check: Callable[[Any], None] = check_qkv
+    causal: bool = False
     biases: tuple[str, ...] = ()
     bias_index: Callable[[Any, Tensor, Tensor], BiasIndex] | None = None
     empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None = empty_denominator
@@ -153,12 +156,22 @@ class Operation:
     products: Callable[[Any], tuple[int, bool]] | None = None
     reference: Callable[..., Tensor] | None = None
     draw: Callable[[Shape, Callable[..., Tensor]], dict[str, Any]] = lambda shape, draw: {}
+    operator: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.biases and self.bias_index is None:
             raise ValueError(
                 f'expected bias_index for {self.name}, got None: forward mode would ignore {self.biases[0]}'
             )
+
+    def index(self, inputs: Any, target: Tensor, source: Tensor) -> BiasIndex:
+        """Return the entries of the biases that targets (N, 1) read for sources (T,), and the sources that they see."""
+        if self.bias_index is None:
+            entry = torch.zeros_like(source - target)
+            found = BiasIndex(entry, entry.bool())
+        else:
+            found = self.bias_index(inputs, target, source)
+        return found._replace(seen=source <= target) if self.causal else found
 
     @property
     def has_grid(self) -> bool:
@@ -179,6 +192,16 @@ class Operation:
         return next((form for form in self.forms if form.backend == backend), None)
 
 
+def bias_table(biases: Sequence[Tensor]) -> Tensor:
+    """Return the biases of an operation next to each other, (1 or h, M): each head has its own row, or all have one.
+
+    One bias is (T, T) or (T, width), which all channels share, or (h, ...); of several each is (h, n).
+    """
+    if len(biases) > 1:
+        return torch.cat(list(biases), 1)
+    return biases[0].reshape(1 if biases[0].ndim == 2 else len(biases[0]), -1)
+
+
 # Those that are registered, by name.
 OPERATIONS: dict[str, Operation] = {}
 
@@ -189,8 +212,8 @@ def deferred(module: str, name: str) -> Callable[..., Any]:
     A machine may lack what the module needs.
     """
 
-    def call(*args: Any) -> Any:
-        return getattr(_module(module), name)(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(_module(module), name)(*args, **kwargs)
 
     return call
 

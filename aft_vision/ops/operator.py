@@ -431,7 +431,7 @@ def register(operation: Operation) -> Operator:
     """
     if operation.name in OPERATIONS:
         raise ValueError(f'expected a new name, got {operation.name!r}, which is registered')
-    operator = Operator(operation)
+    operation.operator = Operator(operation)
     OPERATIONS[operation.name] = operation
     flops.register(operation)
-    return operator
+    return operation.operator

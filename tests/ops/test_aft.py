@@ -4,6 +4,7 @@ Values are those of the torch forms; those of the kernels are in `common/test_ke
 """
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,11 @@ from helpers import (
     assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
-    assert_passes_opcheck,
     generator,
     make_inputs,
     make_mask,
     make_nasty,
     make_qkv,
-    plain,
     randn,
     single,
     threads,
@@ -30,22 +29,16 @@ from torch import Tensor
 from aft_vision import ops
 from aft_vision.ops import reference
 from aft_vision.ops.conv.onehot import CANCELLATION, _Sums
+from aft_vision.ops.declaration import OPERATIONS
 from tools.benchmark.meters import peak_memory
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-NAMES = ['aft_full', 'aft_simple', 'aft_local', 'aft_conv', 'aft_onehot', 'aft_axial']
-# The arguments of `make_inputs` after the name.
-OPERATIONS = {
-    'aft_full': (40,),
-    'aft_simple': (40,),
-    'aft_local': (40,),
-    'aft_conv': ((8, 5), 66),
-    'aft_onehot': ((8, 5), 6, 2, 3),
-    'aft_axial': ((8, 5), 6, (8, 4), 3),
-    'aft_full_causal': (40,),
-    'aft_simple_causal': (40,),
-    'aft_local_causal': (40,),
-}
+NAMES = [name for name, operation in OPERATIONS.items() if not operation.causal]
+
+
+def sizes_of(name: str) -> tuple[Any, ...]:
+    """The arguments of `make_inputs` after the name."""
+    return ((8, 5), 6, 3, 3) if OPERATIONS[name].has_grid else (40,)
 
 
 def form_of(name: str, backend: str = 'eager') -> functools.partial[Tensor]:
@@ -235,20 +228,6 @@ def test_aft_full_is_right_where_both_maxima_miss_each_other():
     assert_matches_reference(ops.aft_full, reference.aft_full, {'q': q, 'k': k, 'v': v, 'bias': bias}, nasty=True)
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_one_token_returns_its_gated_value(name: str):
-    inputs = make_inputs(name, (1, 1), s=3, heads=3)
-    q, v = inputs['q'], inputs['v']
-    assert_close(getattr(ops, name)(**inputs), torch.sigmoid(q) * v, 1e-12)
-    assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_no_query_leaves_the_gate_out(name: str):
-    inputs = make_inputs(name, (3, 4), s=3, heads=3) | {'q': None}
-    assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs)
-
-
 def test_aft_full_is_unchanged_by_a_key_shift_and_a_row_shift():
     inputs = make_inputs('aft_full', 16)
     shifted = inputs | {'k': inputs['k'] + 50.0, 'bias': inputs['bias'] + randn(16, 1, scale=10)}
@@ -411,7 +390,7 @@ def without_branches(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('name', OPERATIONS)
 def test_without_branches_an_operation_equals_float64(name: str, dtype: torch.dtype):
-    assert_matches_reference(form_of(name), getattr(reference, name), make_inputs(name, *OPERATIONS[name]), dtype)
+    assert_matches_reference(form_of(name), getattr(reference, name), make_inputs(name, *sizes_of(name)), dtype)
 
 
 @pytest.mark.usefixtures('without_branches')
@@ -419,8 +398,8 @@ def test_without_branches_an_operation_equals_float64(name: str, dtype: torch.dt
 @pytest.mark.parametrize('name', OPERATIONS)
 def test_without_branches_nasty_keys_stay_exact(name: str, keys: str):
     # The biases are ordinary, so one of the two spreads alone is beyond float32. Causal keys may jump by 129 nats.
-    inputs = make_nasty(make_inputs(name, *OPERATIONS[name]), keys)
-    if name.endswith('causal') and keys in ('last_at_200', 'first_at_-120', 'plus_minus_1e4', 'normal_30', 'climbing'):
+    inputs = make_nasty(make_inputs(name, *sizes_of(name)), keys)
+    if OPERATIONS[name].causal and keys in ('last_at_200', 'first_at_-120', 'plus_minus_1e4', 'normal_30', 'climbing'):
         inputs['k'] = inputs['k'].clamp(-50, 50)
     assert_matches_reference(form_of(name), getattr(reference, name), inputs, nasty=True)
 
@@ -431,7 +410,7 @@ def test_without_branches_nasty_keys_stay_exact(name: str, keys: str):
 @pytest.mark.parametrize('name', OPERATIONS)
 def test_on_a_cuda_device_an_operation_equals_float64(name: str, dtype: torch.dtype):
     assert_matches_reference(
-        getattr(ops, name), getattr(reference, name), make_inputs(name, *OPERATIONS[name]), dtype, device='cuda'
+        getattr(ops, name), getattr(reference, name), make_inputs(name, *sizes_of(name)), dtype, device='cuda'
     )
 
 
@@ -487,20 +466,6 @@ def test_a_window_without_tokens_gives_zero_in_the_degenerate_variant():
     y = ops.aft_conv(**inputs, mask=mask, global_context=False)
     assert y[:, :3].any(-1).all()
     assert not y[:, 3:].any()
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_autocast_leaves_the_sums_in_float32(name: str):
-    low = plain(make_inputs(name, (3, 4), s=3, heads=3))
-    op = getattr(ops, name)
-    with torch.autocast('cpu', torch.bfloat16):
-        y = op(**low)
-    assert torch.equal(y, op(**low))
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_an_operator_passes_torch_opcheck(name: str):
-    assert_passes_opcheck(name, make_inputs(name, (3, 4), s=3, heads=3))
 
 
 def largest_allocation(name: str, inputs: dict[str, object]) -> int:

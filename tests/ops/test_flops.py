@@ -3,38 +3,35 @@
 import pytest
 import timm
 import torch
+from helpers import make_inputs, single
 from torch.jit import TracerWarning, _get_trace_graph
 from torch.utils.flop_counter import FlopCounterMode
 
 import aft_vision  # noqa: F401, the import registers the models
 from aft_vision import ops
+from aft_vision.ops.declaration import OPERATIONS
 
-B, T, D, GRID = 2, 12, 6, (3, 4)
-HEADS, OFFSET = 3, torch.zeros(3, 2, dtype=torch.int64)
-# name -> (shape of the bias, or of two, the channels of k, further arguments, forward, backward without and with the
-# bias). By hand: 144 tokens and channels in all. A target weights 12 sources, in a band of 5 five, in a 3 x 3 kernel
-# nine, on the axes of the grid seven.
+# name -> (the window of `make_inputs`, forward, backward without and with the bias) of 12 tokens, 6 channels, and 3
+# heads on a grid. By hand: 144 tokens and channels in all. A target weights 12 sources, in a band of 5 five, in a 3 x 3
+# kernel nine, on the axes of the grid seven.
 CASES = {
-    'aft_full': ((12, 12), 6, (), 2 * 144 * 12 * 2, (6912, 13824)),
-    'aft_simple': (None, 6, (), 2 * 144, (576, 576)),
-    'aft_local': ((12, 5), 6, (), 2 * 144 * (5 * 2 + 1), (2880 + 576, 5760 + 576)),
-    'aft_conv': ((3, 3, 3), 3, (GRID,), 2 * 24 * 9 * (6 + 3) + 288, (3888 + 576, 7776 + 576)),
-    'aft_onehot': ((3,), 3, (GRID,), 2 * 24 * (6 + 3) + 288, (432 + 576, 864 + 576)),
-    'aft_axial': (((3, 5), (3, 3)), 3, (GRID,), 2 * 24 * 7 * (6 + 3), (3024, 6048)),
-    'aft_full_causal': ((12, 12), 6, (), 6912, (6912, 13824)),
-    'aft_local_causal': ((12, 3), 6, (), 2 * 144 * (3 * 2 + 1), (1728 + 576, 3456 + 576)),
-    'aft_simple_causal': (None, 6, (), 288, (576, 576)),
+    'aft_full': (3, 2 * 144 * 12 * 2, (6912, 13824)),
+    'aft_simple': (3, 2 * 144, (576, 576)),
+    'aft_local': (3, 2 * 144 * (5 * 2 + 1), (2880 + 576, 5760 + 576)),
+    'aft_conv': (3, 2 * 24 * 9 * (6 + 3) + 288, (3888 + 576, 7776 + 576)),
+    'aft_onehot': (3, 2 * 24 * (6 + 3) + 288, (432 + 576, 864 + 576)),
+    'aft_axial': ((3, 2), 2 * 24 * 7 * (6 + 3), (3024, 6048)),
+    'aft_full_causal': (3, 6912, (6912, 13824)),
+    'aft_local_causal': (3, 2 * 144 * (3 * 2 + 1), (1728 + 576, 3456 + 576)),
+    'aft_simple_causal': (3, 288, (576, 576)),
 }
 
 
 def call(name: str, need_bias: bool, backend: str = 'auto') -> torch.Tensor:
-    bias, heads, others, *_ = CASES[name]
-    q, v = torch.randn(2, B, T, D).requires_grad_()
-    k = torch.randn(B, T, heads)
-    offset = [OFFSET] if name == 'aft_onehot' else []
-    shapes = bias if name == 'aft_axial' else [bias] if bias else []
-    tables = [torch.randn(shape).requires_grad_(need_bias) for shape in shapes]
-    return getattr(ops, name)(q, k, v, *offset, *tables, *others, backend=backend)
+    inputs = single(make_inputs(name, (3, 4), 6, CASES[name][0], 3))
+    for bias in OPERATIONS[name].biases:
+        inputs[bias].requires_grad_(need_bias)
+    return getattr(ops, name)(**inputs, backend=backend)
 
 
 @pytest.mark.parametrize('backend', ['auto', 'eager'])
@@ -45,20 +42,20 @@ def test_products_of_the_paper_are_counted(name: str, need_bias: bool, backend: 
         y = call(name, need_bias, backend)
         forward = counter.get_total_flops()
         y.sum().backward()
-    assert (forward, counter.get_total_flops() - forward) == (CASES[name][3], CASES[name][4][need_bias])
+    assert (forward, counter.get_total_flops() - forward) == (CASES[name][1], CASES[name][2][need_bias])
 
 
 def test_a_window_longer_than_the_sequence_counts_its_tokens():
-    q, k, v = torch.randn(3, B, T, D)
+    inputs = make_inputs('aft_local', 12, 6, 12)
     with FlopCounterMode(display=False) as counter:
-        ops.aft_local(q, k, v, torch.randn(T, 2 * T - 1))
+        ops.aft_local(**inputs)
     assert counter.get_total_flops() == 2 * 144 * (12 * 2 + 1)
 
 
 def test_aft_conv_without_global_context_has_no_global_sum():
-    q, v = torch.randn(2, B, T, D)
+    inputs = make_inputs('aft_conv', (3, 4), 6, 3, 3)
     with FlopCounterMode(display=False) as counter:
-        ops.aft_conv(q, torch.randn(B, T, 3), v, torch.randn(3, 3, 3), GRID, global_context=False)
+        ops.aft_conv(**inputs, global_context=False)
     assert counter.get_total_flops() == 2 * 24 * 9 * 9
 
 

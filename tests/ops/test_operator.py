@@ -11,8 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_vision import ops
-from aft_vision.ops.declaration import OPERATIONS, Form, Operation
-from aft_vision.ops.full.eager import FullInputs, full_backward, full_forward
+from aft_vision.ops.declaration import OPERATIONS
 
 each_name = pytest.mark.parametrize('name', OPERATIONS)
 
@@ -196,9 +195,3 @@ def test_every_form_refuses_weights_that_are_those_of_no_bias(name: str, backend
 def test_weights_of_an_operation_that_has_none_are_refused():
     with pytest.raises(ValueError, match="name must be one of aft_conv, aft_full, got 'aft_simple'"):
         ops.bias_weights('aft_simple', torch.zeros(15, 15), torch.zeros(2, 15, 6))
-
-
-def test_an_operator_with_a_bias_needs_a_forward_mode():
-    form = Form('eager', full_forward, full_backward)
-    with pytest.raises(ValueError, match='expected bias_index for aft_full, got None'):
-        Operation('aft_full', FullInputs, (form,), biases=('bias',))

@@ -21,13 +21,9 @@ def check_local_causal(inputs: LocalInputs) -> None:
         raise ValueError(f'band must have shape ({v.shape[1]}, s) for a window of s tokens, got {tuple(band.shape)}')
 
 
-def _full_index(inputs: FullInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    return full_index(inputs, target, source)._replace(seen=source <= target)
-
-
 def _local_index(inputs: LocalInputs, target: Tensor, source: Tensor) -> BiasIndex:
     width = inputs.band.shape[1]
-    return BiasIndex(*band_index(width, width - 1, target, source), source <= target)
+    return BiasIndex(*band_index(width, width - 1, target, source))
 
 
 FULL_CAUSAL = register(
@@ -36,8 +32,9 @@ FULL_CAUSAL = register(
         FullInputs,
         forms=(Form('eager', eager.full_causal_forward, eager.full_causal_backward),),
         check=check_full,
+        causal=True,
         biases=('bias',),
-        bias_index=_full_index,
+        bias_index=full_index,
         reference=deferred('reference', 'aft_full_causal'),
         draw=lambda shape, draw: {'bias': draw(shape.tokens, shape.tokens)},
     )
@@ -56,6 +53,7 @@ LOCAL_CAUSAL = register(
             Form('eager', eager.local_causal_forward, eager.local_causal_backward),
         ),
         check=check_local_causal,
+        causal=True,
         biases=('band',),
         bias_index=_local_index,
         products=lambda x: (min(x.v[1], x.band[1]), True),
@@ -76,6 +74,7 @@ SIMPLE_CAUSAL = register(
             ),
             Form('eager', eager.simple_causal_forward, eager.simple_causal_backward),
         ),
+        causal=True,
         reference=deferred('reference', 'aft_simple_causal'),
     )
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from aft_vision.ops.common.inputs import Inputs
 from aft_vision.ops.common.numerics import accumulate_dtype, by_head, gate, masked_keys, masked_values
 from aft_vision.ops.common.repair import softmax_of_sums
-from aft_vision.ops.declaration import BiasIndex, Operation
+from aft_vision.ops.declaration import BiasIndex, Operation, bias_table
 
 # Elements of p, (B, h, N, T), of one block of targets.
 BLOCK_ELEMENTS = 1 << 21
@@ -45,12 +45,12 @@ def forward_tangent(
     wide = wide._replace(v=masked_values(wide.v, mask))
     dq, dk, dv, *dbias = (None if x is None else x.to(dtype) for x in tangents.values())
     dk, dv = (None if x is None else masked_values(x, mask) for x in (dk, dv))
-    if operation.bias_index is None or all(x is None for x in dbias):
+    if all(x is None for x in dbias):
         mean, slope = _differentiate_by_operator(operator, wide, heads, dk, dv, backend)
     else:
         biases = [getattr(wide, name) for name in operation.biases]
         along = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(biases, dbias, strict=True)]
-        mean, slope = _differentiate_jointly(operation.bias_index, wide, heads, dk, dv, _table(biases), _table(along))
+        mean, slope = _differentiate_jointly(operation, wide, heads, dk, dv, bias_table(biases), bias_table(along))
     s = gate(inputs.q, dtype)
     if s is not None:
         slope = s * slope if dq is None else s * (slope + mean * (1 - s) * dq)
@@ -79,7 +79,7 @@ def _differentiate_by_operator(
 
 
 def _differentiate_jointly(
-    bias_index: Callable[[Any, Tensor, Tensor], BiasIndex],
+    operation: Operation,
     inputs: Inputs,
     heads: int,
     dk: Tensor | None,
@@ -96,7 +96,7 @@ def _differentiate_jointly(
     source = torch.arange(v.shape[1], device=v.device)
     means, slopes = [], []
     for target in source.unsqueeze(1).split(max(1, BLOCK_ELEMENTS // max(1, keys.numel()))):
-        index = bias_index(inputs, target, source)
+        index = operation.index(inputs, target, source)
         p = softmax_of_sums(keys, _rows(table, index), index.seen)  # (B, h, N, T)
         dp = p * (_rows(dtable, index) if dk is None else _rows(dtable, index) + dk.transpose(1, 2).unsqueeze(2))
         mean = p @ values
@@ -105,13 +105,6 @@ def _differentiate_jointly(
         slopes.append(slope if dvalues is None else slope + p @ dvalues)
     mean, slope = (torch.cat(x, 2).transpose(1, 2).reshape(v.shape) for x in (means, slopes))
     return mean, slope
-
-
-def _table(biases: list[Tensor]) -> Tensor:
-    # (1 or h, M). One table serves all channels, or each head has its own; several biases are next to each other.
-    if len(biases) > 1:
-        return torch.cat(biases, 1)
-    return biases[0].reshape(1 if biases[0].ndim == 2 else len(biases[0]), -1)
 
 
 def _rows(table: Tensor, index: BiasIndex) -> Tensor:
