@@ -78,13 +78,6 @@ def typed_text(path: str | Path, overrides: Sequence[str], key: str) -> str:
     return last_text([layer for layer in read_layers(path, overrides) if layer[0] == COMMAND_LINE], key, '')
 
 
-def value_at(layers: Sequence[Layer], key: str, level: int, default: Any) -> Any:
-    """Return the value of `section.key` in the layers up to a level, or the default."""
-    section, _, name = key.partition('.')
-    given = [layer[section][name] for _, layer in layers[: level + 1] if key in _keys(layer)]
-    return given[-1] if given else default
-
-
 def level_of(layers: Sequence[Layer], key: str) -> int:
     """Return the index of the last layer that sets `section.key`; -1 for none; all overrides share one index."""
     levels = [
@@ -112,7 +105,6 @@ def merge_checked(
     """Merge `layers` into `config`; errors name the key, the value and the nearest of `keys`."""
     for layer in layers:
         _reject_unknown(layer, schema, keys, prefix)
-    layers = [_with_pairs(layer, schema) for layer in layers]
     # OmegaConf raises a TypeError for a list instead of a section.
     with contextlib.suppress(OmegaConfBaseException, TypeError):
         return OmegaConf.merge(config, *layers)
@@ -147,18 +139,6 @@ def _reject_unknown(layer: Mapping[str, Any], schema: type, keys: Sequence[str],
             raise ValueError(f'expected {name} to be a section of keys, got {value!r}')
         if is_section:
             _reject_unknown(value, typing.cast(type, section), keys, f'{name}.')
-
-
-def _with_pairs(layer: Mapping[str, Any], schema: type) -> dict[str, Any]:
-    """Replace one side in pixels by (H, W) where a pair is expected."""
-    written = dict(layer)
-    for field_ in dataclasses.fields(schema):
-        value = written.get(field_.name)
-        if dataclasses.is_dataclass(field_.type) and isinstance(value, Mapping):
-            written[field_.name] = _with_pairs(value, typing.cast(type, field_.type))
-        elif field_.type in (tuple[int, int], tuple[int, int] | None) and type(value) is int:
-            written[field_.name] = [value, value]
-    return written
 
 
 def _source(message: str, layers: Sequence[Layer]) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from aft_vision.commandline import say
-from train.layers import Layer, as_yaml, level_of, value_at
+from train.layers import Layer, as_yaml, level_of
 from train.schema import peak_rate
 
 # The length of a run by the length of its warm-up, if the warm-up would be longer.
@@ -46,13 +46,10 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
     peak = peak_rate(*(OmegaConf.select(config, name) for name in because))
     for key in ('warmup_lr', 'min_lr'):
         if key in schedule and schedule[key] > peak > 0:
-            # Scale it with the peak rate.
+            # Scale it with the peak rate of the layers up to its own.
             level = level_of(layers, f'schedule.{key}')
-            before = [
-                _typed(config, name, value_at(layers, name, level, OmegaConf.select(defaults, name)))
-                for name in because
-            ]
-            share = schedule[key] / peak_rate(*before)
+            before = OmegaConf.merge(defaults, *(layer for _, layer in layers[: level + 1]))
+            share = schedule[key] / peak_rate(*(OmegaConf.select(before, name) for name in because))
             value = min(float(f'{share * peak:.3g}'), peak)
             change('schedule', key, value, f'as the peak rate is {peak:.3g}', *because)
     if 'train_sizes' in data and data.train_sizes is not None:
@@ -71,12 +68,6 @@ def check_warmup(warmup_updates: int, updates: int) -> None:
             f'note: the run has {updates} updates and ends at {share}, as schedule.warmup_updates = {warmup_updates}; '
             f'set schedule.warmup_updates={_shorter(updates)}'
         )
-
-
-def _typed(config: Any, name: str, value: Any) -> Any:
-    """Return a value of a layer as the type of its key, with what it refers to."""
-    section, _, key = name.partition('.')
-    return OmegaConf.select(OmegaConf.merge(config, {section: {key: value}}), name)
 
 
 def _shorter(updates: int) -> int:

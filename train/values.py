@@ -23,6 +23,8 @@ FLOAT = re.compile(
 OLD_NUMBER = re.compile(
     r'[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])*(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|0b[01_]+|0x[0-9a-fA-F_]+)'
 )
+# (H, W) in pixels, for which one side may be given.
+PAIRS = (tuple[int, int], tuple[int, int] | None)
 OLD_BOOLEANS = {'yes': 'true', 'y': 'true', 'on': 'true', 'no': 'false', 'n': 'false', 'off': 'false'}
 
 
@@ -88,7 +90,7 @@ def typed(value: Any, hint: Any, key: str = '') -> Any:
             for name, each in value.items()
         }
     if isinstance(value, list):
-        return [typed(each, hint, key) for each in value]
+        return [typed(each, int if hint in PAIRS else hint, key) for each in value]
     kinds = _kinds(hint)
     if isinstance(value, Plain):
         value = _read_plain(value, kinds)
@@ -96,7 +98,7 @@ def typed(value: Any, hint: Any, key: str = '') -> Any:
             _check_free(value, key)
     if isinstance(value, str) and kinds and str not in kinds:
         _check_old(value, kinds, key)
-    return value
+    return [value, value] if type(value) is int and hint in PAIRS else value
 
 
 def _read_argument(text: str, hint: Any, key: str) -> Any:
