@@ -24,7 +24,7 @@ def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
 
 def unknown_key(key: str, value: Any, keys: Iterable[str]) -> str:
     """Return an error message for an unknown key, with the nearest `section.key`, or what there is to choose from."""
-    keys, (section, _, last) = list(keys), key.rpartition('.')
+    keys, (section, _, last) = list(dict.fromkeys(keys)), key.rpartition('.')
     if key in keys:
         return f'{key} = {value!r} is not an argument of this model'
     first, said = key.partition('.')[0], f'{key} = {value!r} is not a key'
@@ -36,4 +36,4 @@ def unknown_key(key: str, value: Any, keys: Iterable[str]) -> str:
     if near:
         return f'{said}; the nearest is {" or ".join(near)}'
     names = [each.removeprefix(f'{section}.') for each in own] or [each for each in keys if '.' not in each]
-    return f'{said}; {f"the section {section} has" if own else "the sections are"} {", ".join(dict.fromkeys(names))}'
+    return f'{said}; {f"the section {section} has" if own else "the sections are"} {", ".join(names)}'
