@@ -194,6 +194,14 @@ def test_no_modules_import_each_other():
     assert cycles(ROOT) == []
 
 
+def test_what_a_trainer_builds_does_not_know_its_experiment():
+    parts = 'align checkpoint diagnosis distill engine log mismatch objective regularize schedule signals state'.split()
+    experiments = {'train.schema.Config', 'train.schema.Experiment'}
+    knows = {module: bool({item.target for item in items} & experiments) for module, _, items in read_modules(ROOT)}
+    assert knows['train.build']
+    assert not any(knows[f'train.{name}'] for name in parts)
+
+
 def test_every_part_of_the_tree_has_a_rule_of_its_own():
     modules = {f'aft_vision.{path.stem}' for path in (ROOT / 'aft_vision').iterdir() if path.suffix == '.py'}
     modules |= {f'aft_vision.{path.parent.name}' for path in (ROOT / 'aft_vision').glob('*/__init__.py')}

@@ -36,7 +36,7 @@ from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST, describe_samples
 from train.distill import create_task, load_teacher
 from train.distributed import World
-from train.mismatch import naming_model_keys, stated_by_file, stated_by_name
+from train.mismatch import naming_model_keys
 from train.model_section import WEIGHT_KEYS, build_on_meta, native_shape
 from train.objective import Batch, Classification, Objective
 from train.regularize import KernelRegularization
@@ -65,7 +65,8 @@ def resolve_images(config: Config, checkpoint: str | Path | None = None) -> Imag
     Args:
         checkpoint: The weights; None for those of `run.init_from`, otherwise of the name of the model.
     """
-    data, start, native = config.data, checkpoint or config.run.init_from, native_shape(config)
+    data, start = config.data, checkpoint or config.run.init_from
+    native = native_shape(config.model, data.image_tokens)
     if start is None:
         cfg: Any = (timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()).to_dict()
     else:
@@ -163,8 +164,7 @@ def _build_with_weights(config: Config, num_classes: int, start: str | Path | No
         options: Further arguments of `initialize_model`.
     """
     name, kwargs = model_arguments(config, num_classes)
-    weights = (lambda: stated_by_name(config.model)) if start is None else (lambda: stated_by_file(start))
-    with naming_model_keys(config.model, lambda: build_on_meta(config.model).state_dict(), weights):
+    with naming_model_keys(config.model, lambda: build_on_meta(config.model).state_dict(), start):
         model = build_model(name, **{**kwargs, 'pretrained': start is None and bool(kwargs.get('pretrained'))})
         check_image_sizes(model, config)
         if start is not None:

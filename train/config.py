@@ -70,7 +70,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
         built = build_config(layers, schema, list_optimizers(), keys)
         built = dataclasses.replace(built, model=(check_model if images else check_decoder)(built.model, keys))
         if images:
-            native_shape(built)
+            native_shape(built.model, built.data.image_tokens)
         return built
 
 

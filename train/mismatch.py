@@ -20,14 +20,14 @@ UNCOMPARED = ('num_classes', 'in_chans', 'img_size', 'context', 'vocab_size', 'd
 
 @contextmanager
 def naming_model_keys(
-    model: Mapping[str, Any], own: Callable[[], Mapping[str, Tensor]], weights: Callable[[], dict[str, Any]]
+    model: Mapping[str, Any], own: Callable[[], Mapping[str, Tensor]], start: str | Path | None
 ) -> Iterator[None]:
     """Add to an error about weights that do not fit the keys of `model` that differ, each with both values.
 
     Args:
         model: The section.
         own: Returns the state dict of its model.
-        weights: Returns the arguments of the model of the weights, from `stated_by_file` or `stated_by_name`.
+        start: The weights; None for those that `model.pretrained` loads.
     """
     try:
         yield
@@ -38,7 +38,8 @@ def naming_model_keys(
         found: list[str] = []
         # The error says more than the reason why its explanation fails.
         with suppress(ValueError, OSError):
-            found = differing_keys({**model, **find_sizes(own())}, weights())
+            weights = stated_by_name(model) if start is None else stated_by_file(start)
+            found = differing_keys({**model, **find_sizes(own())}, weights)
         raise ValueError('; '.join([str(error), *found])) from error
 
 

@@ -24,7 +24,6 @@ from aft_vision.models.decoders import DECODERS, create_decoder
 from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
 from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
-from train.schema import Config
 from train.suggest import unknown
 
 RESERVED_MODEL_KEYS = {
@@ -151,15 +150,14 @@ def build_on_meta(model: Mapping[str, Any]) -> nn.Module:
         return build_model(name, **kwargs)
 
 
-def native_shape(config: Config) -> NativeShape | None:
-    """Return the shapes of images of `data.max_tokens`, with the patches of the model; None without this key.
+def native_shape(model: Mapping[str, Any], tokens: int | None) -> NativeShape | None:
+    """Return the shapes of images with a limited number of the model's patches; None without a limit.
 
     Raises:
         ValueError: the model takes only images of one shape.
     """
-    tokens = config.data.image_tokens
     try:
-        return None if tokens is None else naflex_shape(build_on_meta(config.model), tokens)
+        return None if tokens is None else naflex_shape(build_on_meta(model), tokens)
     except ValueError as error:
         raise ValueError(f'data.max_tokens: {error}') from error
 

@@ -26,7 +26,7 @@ from train.config import load_config
 from train.distributed import World, join_world
 from train.keys import format_keys, list_keys
 from train.layers import typed_text
-from train.mismatch import naming_model_keys, stated_by_file
+from train.mismatch import naming_model_keys
 from train.model_section import decoder_schema
 from train.objective import Batch, Objective
 from train.run import check_run_dir, find_run_dir, train_run
@@ -183,7 +183,7 @@ def build_sequence_state(
     start = config.run.init_from
     if start is not None:
         content = read_checkpoint(start)
-        with naming_model_keys(config.model, model.state_dict, lambda: stated_by_file(start)):
+        with naming_model_keys(config.model, model.state_dict, start):
             load_matching_state_dict(model, content['state_dict'], start)
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_sequence_state(model, config, updates_per_epoch, data.objective, world)
