@@ -213,24 +213,30 @@ def drop_foreign_arguments(
     of_files = [models[index]['name'] for index in named if layers[index][0] != COMMAND_LINE] or [default]
     if not named or {*of_files, *(models[index]['name'] for index in named)} == {models[named[-1]]['name']}:
         return list(layers)
-    name, kept, dropped, why = models[named[-1]]['name'], list(layers), [], 'has no such argument'
+    name, why = models[named[-1]]['name'], 'has no such argument'
     # The tag of a name says which weights, not which architecture.
     is_other = layers[named[-1]][0] == COMMAND_LINE and _architecture(of_files[-1]) != _architecture(name)
     if is_other:
         why = f'is another model than {of_files[-1]}; they stay if the command line sets them'
-    for index, (source, layer) in enumerate(layers[: named[-1]]):
-        if source == COMMAND_LINE:
-            continue
-        own = {key: value for key, value in models[index].items() if key not in ('name', *WEIGHT_KEYS)}
-        foreign = [
-            key for key, value in own.items() if (is_other and not is_recipe(key)) or not takes(name, key, value)
-        ]
+
+    def is_foreign(key: str, value: Any) -> bool:
+        return key not in ('name', *WEIGHT_KEYS) and ((is_other and not is_recipe(key)) or not takes(name, key, value))
+
+    return [*leave_out(layers[: named[-1]], is_foreign, f'{name} {why}'), *layers[named[-1] :]]
+
+
+def leave_out(layers: Sequence[Layer], is_foreign: Callable[[str, Any], bool], why: str) -> list[Layer]:
+    """Return layers without some arguments of the model in files, and print one line with these and the reason."""
+    kept, dropped = [], []
+    for source, layer in layers:
+        model = layer['model'] if source != COMMAND_LINE and isinstance(layer.get('model'), Mapping) else {}
+        foreign = [key for key, value in model.items() if is_foreign(key, value)]
         if foreign:
-            rest = {key: value for key, value in models[index].items() if key not in foreign}
-            kept[index] = (source, {**layer, 'model': rest})
+            layer = {**layer, 'model': {key: value for key, value in model.items() if key not in foreign}}
             dropped.append(f'{", ".join(f"model.{key}" for key in foreign)} of {source}')
+        kept.append((source, layer))
     if dropped:
-        say(f'note: {" and ".join(dropped)} left out: {name} {why}')
+        say(f'note: {" and ".join(dropped)} left out: {why}')
     return kept
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers.training_args import OptimizerNames
 
-from aft_vision.commandline import say
 from aft_vision.fastformer import PRESETS
 from train.config import all_keys, build_config
 from train.fastformer.classification import ClassificationRun
@@ -16,6 +15,7 @@ from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.summarization import SummarizationRun
 from train.layers import COMMAND_LINE, Layer, last_text, naming_sources, read_layers, typed_layers
+from train.model_section import leave_out
 from train.suggest import unknown
 
 TASKS: dict[str, type[TextRun]] = {
@@ -54,14 +54,5 @@ def drop_for_preset(layers: Sequence[Layer]) -> list[Layer]:
     )
     if preset not in PRESETS:
         return list(layers)
-    kept, dropped = [], []
-    for source, layer in layers:
-        model = layer.get('model') or {}
-        foreign = [] if source == COMMAND_LINE else [key for key in PRESETS[preset].model if key in model]
-        if foreign:
-            layer = {**layer, 'model': {key: value for key, value in model.items() if key not in foreign}}
-            dropped.append(f'{", ".join(f"model.{key}" for key in foreign)} of {source}')
-        kept.append((source, layer))
-    if dropped:
-        say(f'note: {" and ".join(dropped)} left out: model.preset={preset} states them')
-    return kept
+    stated = PRESETS[preset].model
+    return leave_out(layers, lambda key, value: key in stated, f'model.preset={preset} states them')
