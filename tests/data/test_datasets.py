@@ -738,6 +738,16 @@ def test_a_hidden_folder_that_torchvision_takes_for_a_class_is_refused(tmp_path)
         open_train_split(source, 1)
 
 
+def test_an_image_of_torchvision_that_cannot_be_read_is_an_error_without_advice_to_skip_it(tmp_path):
+    folder = make_folder(tmp_path, {'train': ['a', 'b']})
+    damage(min((folder / 'train' / 'a').iterdir()), 'cut')
+    split = open_train_split(Source(name='torch/image_folder', dir=str(folder)), 1)
+    assert split.describe().endswith(' images, 2 classes')
+    with pytest.raises(CorruptImageError, match='can be decoded') as error:
+        split.dataset[0]
+    assert 'skip' not in str(error.value)
+
+
 def test_one_class_is_a_warning(tmp_path, caplog):
     make_folder(tmp_path, {'train': ['only'], 'val': ['only']})
     loaders = create_loaders(tmp_path, (16, 16), 1, augment=Augmentation(repeats=1), num_workers=0)
