@@ -9,7 +9,7 @@ import tarfile
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -37,7 +37,6 @@ from aft_vision.data.shards import StrictTarInfo, open_shards
 from aft_vision.data.streams import Stream, TensorFlowStream, open_hugging_face
 
 EVAL_SPLITS = ('val', 'validation', 'valid', 'test')
-FILE_SUFFIXES = ('.tar', '.beton')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
 PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
 CAN_SKIP = ('hfds/', 'hfids/', 'wds/')
@@ -230,12 +229,7 @@ def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_
         place, split = root, _open_folder(root)
     else:
         place = find_split(root, wanted)
-        if place.suffix == '.beton':
-            from aft_vision.data.ffcv.loader import BetonDataset
-
-            dataset = BetonDataset(place, source.num_classes)
-            return Split(dataset, dataset.class_names)
-        split = _open_tar(place) if place.is_file() else _open_folder(place)
+        split = OPENERS[place.suffix if place.is_file() else ''](place, source.num_classes)
     _check_count(source.num_classes, split.class_names, place)
     return split
 
@@ -266,8 +260,8 @@ def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
 
 
 def _find_all(root: Path, name: str) -> list[Path]:
-    paths = (root / name, *(root / f'{name}{suffix}' for suffix in FILE_SUFFIXES))
-    return [path for path in paths if (path.is_file() if path.suffix in FILE_SUFFIXES else path.is_dir())]
+    paths = {suffix: root / f'{name}{suffix}' for suffix in OPENERS}
+    return [path for suffix, path in paths.items() if (path.is_file() if suffix else path.is_dir())]
 
 
 def _few(names: Sequence[str]) -> str:
@@ -344,6 +338,21 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     reader.targets = [class_to_idx[folders[i].name] for i in chosen]
     dataset.targets = np.array(reader.targets)
     return Split(dataset, names, ignored=describe_ignored(ignored))
+
+
+def _open_beton(path: Path, num_classes: int | None) -> Split:
+    from aft_vision.data.ffcv.loader import BetonDataset
+
+    dataset = BetonDataset(path, num_classes)
+    return Split(dataset, dataset.class_names)
+
+
+# The opener of a split by its suffix, '' for a folder. It also takes the number of classes if it is stated.
+OPENERS: dict[str, Callable[[Path, int | None], Split]] = {
+    '': lambda folder, _: _open_folder(folder),
+    '.tar': lambda path, _: _open_tar(path),
+    '.beton': _open_beton,
+}
 
 
 def _missing_split(message: str, wanted: Sequence[str]) -> ValueError:
