@@ -8,7 +8,7 @@ its form. An ordinary call, which nothing watches, goes straight to its form, an
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -21,19 +21,19 @@ from aft_vision.ops import flops
 from aft_vision.ops.common import cpp, launch, tangent
 from aft_vision.ops.common.inputs import empty_output
 from aft_vision.ops.common.numerics import without_autocast
-from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape
+from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape, deferred
 from aft_vision.ops.tracing import fix_grid, keeps_sums
 from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
 
 
-def triton_form(operation: str, forward: Callable[..., Any], backward: Callable[..., Any], *shapes: Shape) -> Form:
+def triton_form(operation: str, module: str, forward: str, backward: str, *shapes: Shape) -> Form:
     """Return a form that runs where Triton does, and where its kernels agree with the last form, in torch operations.
 
     Args:
         operation: its name.
-        forward, backward: as of `Form`.
+        module, forward, backward: below `aft_vision.ops`, and its two functions, imported at the first call.
         shapes: further sizes at which they are compared.
     """
 
@@ -47,7 +47,7 @@ def triton_form(operation: str, forward: Callable[..., Any], backward: Callable[
         if launch.can_run(inputs):
             _verify().check(OPERATIONS[operation], inputs)
 
-    return Form('triton', forward, backward, supports, check, shapes=shapes)
+    return Form('triton', deferred(module, forward), deferred(module, backward), supports, check, shapes=shapes)
 
 
 @functools.cache

@@ -46,9 +46,7 @@ AXIAL = register(
         forms=(
             Form('cpp', cpp.axial_forward, cpp.axial_backward, compiled.supports),
             triton_form(
-                'aft_axial',
-                deferred('axial.triton', 'axial_forward'),
-                deferred('axial.triton', 'axial_backward'),
+                *('aft_axial', 'axial.triton', 'axial_forward', 'axial_backward'),
                 # More sequences, heads of several channels, larger grids.
                 Shape(B=9, grid=(7, 10), D=48, channels=1, window=17),
                 Shape(B=2, grid=(7, 10), D=48, channels=4, window=17),

@@ -78,9 +78,7 @@ CONV = register(
             Form('cpp', window.wide_forward, cpp.conv_backward, window.supports_wide, name='wide', takes_weights=True),
             Form('cpp', cpp.conv_forward, cpp.conv_backward, compiled.supports, name='conv'),
             triton_form(
-                'aft_conv',
-                deferred('conv.triton', 'conv_forward'),
-                deferred('conv.triton', 'conv_backward'),
+                *('aft_conv', 'conv.triton', 'conv_forward', 'conv_backward'),
                 # Heads of several channels, a small window, more sequences.
                 Shape(B=2, grid=(7, 10), D=48, channels=6, window=17),
                 Shape(B=2, grid=(7, 10), D=48, channels=1, window=3),
@@ -110,11 +108,7 @@ ONEHOT = register(
         OnehotInputs,
         forms=(
             Form('cpp', window.onehot_forward, window.onehot_backward, window.supports_depthwise),
-            triton_form(
-                'aft_onehot',
-                deferred('conv.onehot_triton', 'onehot_forward'),
-                deferred('conv.onehot_triton', 'onehot_backward'),
-            ),
+            triton_form('aft_onehot', 'conv.onehot_triton', 'onehot_forward', 'onehot_backward'),
             Form('eager', onehot.onehot_forward, onehot.onehot_backward),
         ),
         check=check_onehot,

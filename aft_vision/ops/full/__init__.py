@@ -32,9 +32,7 @@ FULL = register(
         forms=(
             Form('cpp', cpp.full_forward, cpp.full_backward, compiled.supports, takes_weights=True),
             triton_form(
-                'aft_full',
-                deferred('full.triton', 'full_forward'),
-                deferred('full.triton', 'full_backward'),
+                *('aft_full', 'full.triton', 'full_forward', 'full_backward'),
                 Shape(B=2, grid=(13, 20), D=48, channels=1, window=1),
             ),
             Form('eager', eager.full_forward, eager.full_backward),

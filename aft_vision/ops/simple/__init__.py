@@ -10,9 +10,7 @@ SIMPLE = register(
         'aft_simple',
         Qkv,
         forms=(
-            triton_form(
-                'aft_simple', deferred('simple.triton', 'simple_forward'), deferred('simple.triton', 'simple_backward')
-            ),
+            triton_form('aft_simple', 'simple.triton', 'simple_forward', 'simple_backward'),
             Form('eager', eager.simple_forward, eager.simple_backward),
         ),
         empty_saved=empty_context,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops.common import build, cpp
+from aft_vision.ops.declaration import OPERATIONS
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
@@ -52,9 +53,8 @@ def make_mask(B: int, T: int) -> Tensor:
 
 
 def operators(D: int) -> list[str]:
-    """Names of the operators with a form in C++, over D channels."""
-    names = ['aft_full', 'aft_conv', 'aft_axial', 'aft_local_causal', 'aft_simple_causal']
-    return [*names, 'aft_onehot'] if D > 64 else names
+    """Names of the operations with a form in C++, over D channels."""
+    return [name for name, x in OPERATIONS.items() if x.form('cpp') and (D > 64 or name != 'aft_onehot')]
 
 
 def run_operator(name: str, D: int, dtype: torch.dtype, masked: bool, fused: bool, place: Place) -> list[Tensor]:
@@ -62,23 +62,23 @@ def run_operator(name: str, D: int, dtype: torch.dtype, masked: bool, fused: boo
     # A head for each channel, in `depthwise.cpp`, or few.
     heads = D if D > 64 and name != 'aft_axial' else 3 if D % 3 == 0 else 1
     s = {'aft_axial': (2, 6), 'aft_local_causal': 4}.get(name, 5)
-    q, k, v, *biases = plain(make_inputs(name, (3, 5), D, s, heads)).values()
+    q, k, v, *own = plain(make_inputs(name, (3, 5), D, s, heads)).values()
     q, k, v = (x.to(dtype) for x in (q, k, v))
     if fused:
         q, k, v = place(torch.cat([q, k, v], -1)).split((D, k.shape[2], D), -1)
     else:
         q, k, v = map(place, (q, k, v))
-    own = [place(x) if isinstance(x, Tensor) else x for x in biases]
-    more = (True,) if name == 'aft_conv' else ()
+    own = [place(x) if isinstance(x, Tensor) else x for x in own]
     mask = place(make_mask(2, 15)) if masked else None
+    inputs = (*OPERATIONS[name].inputs(q, k, v, *own)._replace(mask=mask),)
     operator, backward = (getattr(torch.ops.aft_vision, f'{name}{suffix}') for suffix in ('', '_backward'))
     with warnings.catch_warnings():
         # Of a form that does not run here.
         warnings.simplefilter('error')
-        y, saved = operator(q, k, v, *own, mask, *more, True, 'cpp')
+        y, saved = operator(*inputs, True, 'cpp')
         grad = place(randn(*y.shape, seed=9).to(dtype))
         saved = place(saved) if saved.numel() else saved
-        grads = backward(grad, place(y), saved, q, k, v, *own, mask, *more, bool(biases), 'cpp')
+        grads = backward(grad, place(y), saved, *inputs, bool(own), 'cpp')
     return [y, *grads]
 
 
