@@ -60,8 +60,19 @@ def check_one_token(name: str) -> None:
 
 def check_hidden_tokens(name: str) -> None:
     """Nothing under a mask has an effect, and keys of minus infinity are as masked ones."""
-    assert_masked_tokens_have_no_effect(function(name), inputs_of(name), make_mask(2, 15))
-    assert_keys_of_minus_infinity_are_masked(function(name), OPERATIONS[name].reference, inputs_of(name))
+    operation = OPERATIONS[name]
+    graph = [('aten', torch.float32)] if operation.graph else []
+    # More than a block of targets in a causal operation; on a grid also a head per channel.
+    for D, heads in ((6, 3), (66, None)) if operation.has_grid else ((6, None),):
+        inputs = make_inputs(name, (7, 10), D, 5, heads)
+        jump = torch.where(torch.arange(70) < 40, 0.0, 200.0)[:, None].double()
+        mask = make_mask(2, 70)
+        mask[0, :3] = False
+        for backend, dtype in (('eager', torch.float64), ('eager', torch.bfloat16), ('auto', torch.float32), *graph):
+            op = function(name, backend=backend)
+            assert_masked_tokens_have_no_effect(op, inputs, mask, dtype=dtype)
+            assert_masked_tokens_have_no_effect(op, inputs | {'k': inputs['k'] + jump}, mask, dtype=dtype)
+            assert_keys_of_minus_infinity_are_masked(op, operation.reference, inputs, dtype)
 
 
 def check_autocast(name: str) -> None:

@@ -12,7 +12,6 @@ from helpers import (
     NASTY_BIASES,
     NASTY_KEYS,
     assert_close,
-    assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     generator,
@@ -94,37 +93,6 @@ def test_aft_conv_equals_float64(grid, D, h, s, masked: bool, global_context: bo
     assert_matches_reference(
         form_of('aft_conv'), reference.aft_conv, make_inputs('aft_conv', grid, D, s, h) | extra, dtype
     )
-
-
-@pytest.mark.parametrize('form', ['eager', 'auto', 'aten'])
-@pytest.mark.parametrize('name', NAMES)
-def test_masked_tokens_may_be_anything(name: str, form: str):
-    inputs = make_inputs(name, (3, 5), 6, (2, 9), 2) if name == 'aft_axial' else make_inputs(name, (3, 5), 66, 3)
-    assert_masked_tokens_have_no_effect(form_of(name, form), inputs, make_mask(2, 15))
-
-
-@pytest.mark.parametrize(
-    ('form', 'dtype'),
-    [('eager', torch.float64), ('eager', torch.bfloat16), ('auto', torch.float32), ('aten', torch.float32)],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ('name', 'sizes'),
-    [
-        ('aft_full', (15,)),
-        ('aft_simple', (15,)),
-        ('aft_local', (15, 6, 4)),
-        ('aft_conv', ((3, 5), 6, 3, 2)),
-        ('aft_conv', ((3, 5), 66, 3)),
-        ('aft_onehot', ((3, 5), 6, 2, 2)),
-        ('aft_onehot', ((3, 5), 66, 2)),
-        ('aft_axial', ((3, 5), 6, (2, 9), 2)),
-    ],
-    ids=['full', 'simple', 'local', 'toeplitz', 'depthwise', 'onehot', 'onehot, a head per channel', 'axial'],
-)
-def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(name: str, sizes, form: str, dtype: torch.dtype):
-    inputs = make_inputs(name, *sizes)
-    assert_keys_of_minus_infinity_are_masked(form_of(name, form), getattr(reference, name), inputs, dtype)
 
 
 @pytest.mark.parametrize('form', ['eager', 'auto', 'aten'])
