@@ -45,6 +45,7 @@ from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import build_model, set_license
 from train.build import (
+    Images,
     build_loaders,
     build_state,
     model_arguments,
@@ -94,10 +95,11 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     stages = place_stages(replace(config, model=keep_attention(config)), folder)
     experiment, state = folder / 'config.yaml', None
     with join_world(config) as world, lock_run(folder) if world.is_primary else nullcontext():
-        loaders = build_loaders(config, resolve_images(config), world)
-        complete = check_stages(stages, loaders, world)
+        images = resolve_images(config)
+        loaders = build_loaders(config, images, world)
+        complete = check_stages(stages, images, loaders, world)
         if world.is_primary:
-            write_copy(stages[0], config.distill, loaders.class_names)
+            write_copy(stages[0], config.distill, loaders.class_names, images.described)
             # That of a complete conversion says how it was made.
             if not complete:
                 save_config(asdict(config), experiment)
@@ -166,7 +168,7 @@ def digest_of(start: Path) -> str:
     return checksum(start / 'model.safetensors' if start.is_dir() else start)
 
 
-def check_stages(stages: Sequence[Config], loaders: Loaders, world: World) -> bool:
+def check_stages(stages: Sequence[Config], images: Images, loaders: Loaders, world: World) -> bool:
     """Build every stage before the first one trains, and check that none would change what a later one began with.
 
     Returns:
@@ -178,8 +180,7 @@ def check_stages(stages: Sequence[Config], loaders: Loaders, world: World) -> bo
     """
     for stage, later in zip_longest(stages, stages[1:]):
         # The weights that it begins with may not be there yet.
-        fresh = replace(stage, run=replace(stage.run, init_from=None))
-        state, _ = build_state(fresh, resolve_images(fresh), loaders, world)
+        state, _ = build_state(replace(stage, run=replace(stage.run, init_from=None)), images, loaders, world)
         if stage.run.resume is None or not holds_run(folder_of(later or stage)):
             continue
         found = find_latest(folder_of(stage))
@@ -220,7 +221,9 @@ def remove_stages(folder: Path) -> None:
                 stage.rmdir()
 
 
-def write_copy(stage: Config, distill: DistillConfig, class_names: Sequence[str]) -> None:
+def write_copy(
+    stage: Config, distill: DistillConfig, class_names: Sequence[str], preprocessing: dict[str, Any]
+) -> None:
     """Write the model with the teacher's weights that have the same role in both, from which the first stage starts.
 
     Raises:
@@ -228,8 +231,6 @@ def write_copy(stage: Config, distill: DistillConfig, class_names: Sequence[str]
             is to be resumed and began with other weights.
     """
     model = copy_teacher(stage, distill, class_names)
-    # The file of run.init_from is the one to write.
-    preprocessing = resolve_images(replace(stage, run=replace(stage.run, init_from=None))).described
     if stage.run.resume is not None:
         with tempfile.TemporaryDirectory() as place:
             export_model(model, place, class_names, preprocessing)
