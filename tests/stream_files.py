@@ -41,15 +41,17 @@ def numbered(first: int, count: int, ending: str = 'png', name: str = '{:04}') -
     }
 
 
-def write_shards(root: Path, shards: Sequence[Mapping[str, bytes]], num_classes: int = 2, **info: Any) -> Source:
+def write_shards(
+    root: Path, shards: Sequence[Mapping[str, bytes]], num_classes: int = 2, name: str = '{}', **info: Any
+) -> Source:
     """Both splits of the same shards; `info` replaces entries of the info file, which counts the classes."""
     root.mkdir(exist_ok=True)
     splits = {}
     for split in SPLITS:
-        names = [f'{split}-{i}.tar' for i in range(len(shards))]
-        for name, members in zip(names, shards, strict=True):
-            write_tar(root / name, members)
-        lengths = [sum(name.endswith(('.cls', '.json')) for name in members) for members in shards]
+        names = [f'{split}-{name.format(i)}.tar' for i in range(len(shards))]
+        for file, members in zip(names, shards, strict=True):
+            write_tar(root / file, members)
+        lengths = [sum(member.endswith(('.cls', '.json')) for member in members) for members in shards]
         splits[split] = {'filenames': names, 'shard_lengths': lengths, 'num_samples': sum(lengths), **info}
     (root / '_info.json').write_text(json.dumps({'splits': splits}))
     return Source(name='wds/', dir=str(root), num_classes=num_classes)

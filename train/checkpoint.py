@@ -17,6 +17,7 @@ from typing import IO, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from aft_vision.data.streams import Stream
 from aft_vision.files import BEST, LAST, older, replacing
 from aft_vision.models.checkpoint import read_checkpoint
 from train.config import continues
@@ -197,11 +198,13 @@ def remove_run(folder: Path) -> None:
 
 
 def describe_samples(loader: Any) -> dict[str, Any]:
-    """Return the number of training samples, and a digest of their names if they are files, as an entry `data`.
+    """Return the number of training samples, and a digest of the names of their files, as an entry `data`.
 
-    The names are those of the files and their class folders: a data set may move.
+    The names are those of the files and their class folders, or of the shards: a data set may move.
     """
     dataset = getattr(loader, 'dataset', None)
+    if isinstance(dataset, Stream):
+        return _describe(dataset.images, [name.rsplit('/', 1)[-1] for name in dataset.file_names])
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
         return {}
     # Below what transforms or chooses images.
@@ -209,12 +212,18 @@ def describe_samples(loader: Any) -> dict[str, Any]:
     while not hasattr(files, 'reader') and hasattr(files, 'dataset'):
         files = files.dataset
     # Other readers know no name without reading the image.
-    if not hasattr(getattr(files, 'reader', None), 'samples'):
-        return {'samples': len(dataset)}
+    named = hasattr(getattr(files, 'reader', None), 'samples')
+    names = files.filenames(absolute=True) if named else []
+    return _describe(len(dataset), ['/'.join(name.rsplit('/', 2)[-2:]) for name in names])
+
+
+def _describe(samples: int, names: Sequence[str]) -> dict[str, Any]:
+    if not names:
+        return {'samples': samples}
     digest = hashlib.sha256()
-    for name in files.filenames(absolute=True):
-        digest.update('/'.join(name.rsplit('/', 2)[-2:]).encode('utf-8', 'surrogateescape') + b'\n')
-    return {'samples': len(dataset), 'names': digest.hexdigest()}
+    for name in names:
+        digest.update(name.encode('utf-8', 'surrogateescape') + b'\n')
+    return {'samples': samples, 'names': digest.hexdigest()}
 
 
 def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[str], data: Mapping[str, Any]) -> None:
@@ -273,7 +282,7 @@ def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -
     if was.get('samples') != now.get('samples'):
         change = f'{now.get("samples")} training samples, was {was.get("samples")}'
     elif was.get('names') != now.get('names'):
-        change = f'{now["samples"]} training samples of other names'
+        change = f'{now["samples"]} training samples in files of other names'
     else:
         return []
     within = content['updates'] - content['epoch'] * content['updates_per_epoch']

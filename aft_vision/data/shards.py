@@ -71,6 +71,7 @@ class WebDataset(Stream):
     ) -> None:
         super().__init__(place, images, len(files), is_training, seed)
         self.files, self.target_key = files, target_key
+        self.file_names = [file.url for file in files]
         endings = image_suffixes() if input_key is None else input_key.lower().split(';')
         self.kinds = {f'.{ending.strip().lstrip(".")}': IMAGE for ending in endings}
         self.kinds['.json' if target_key else '.cls'] = CLASS

@@ -52,11 +52,13 @@ class Stream(ImageData, IterableDataset, ABC):
     Attributes:
         target_transform: Of a class; None changes nothing.
         classes: Names of the classes; empty if the data set only numbers them.
+        file_names: Paths or addresses of its files; empty if its reader does not say them.
     """
 
     target_transform: Any = None
     _named: torch.Tensor | None = None
     classes: Sequence[str] = ()
+    file_names: Sequence[str] = ()
     # How several processes can read the data set.
     division = 'a data set with random access, such as a folder, can be divided'
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import CLOTHING, digest, interrupt_at, link_photographs, losses, make_folder, stop_in
 from small_runs import RECIPE, SMALL, assert_same_results
+from stream_files import numbered, write_shards
 
 from train import engine
 from train.distributed import World
@@ -215,7 +216,7 @@ def test_a_checkpoint_without_a_part_of_the_state_is_refused_before_its_weights_
 
 @pytest.mark.parametrize(
     ('change', 'found'),
-    [('remove', '59 training samples, was 60'), ('rename', '60 training samples of other names')],
+    [('remove', '59 training samples, was 60'), ('rename', '60 training samples in files of other names')],
 )
 def test_a_data_set_that_changed_is_an_error_within_an_epoch_and_a_line_after_it(
     small, tmp_path, monkeypatch, capsys, change, found
@@ -236,6 +237,20 @@ def test_a_data_set_that_changed_is_an_error_within_an_epoch_and_a_line_after_it
     capsys.readouterr()
     main([*arguments, 'schedule.epochs=2', f'data.dir={moved}'])
     assert f'now with {found}' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('lengths', 'name', 'found'),
+    [((8, 7), '{}', '15 training samples, was 16'), ((8, 8), 'b{}', '16 training samples in files of other names')],
+)
+def test_shards_that_changed_are_an_error_within_an_epoch(small, tmp_path, monkeypatch, lengths, name, found):
+    stream = ['data.name=wds/', 'data.num_classes=2', 'data.batch_size=5', 'augment.repeats=1', 'augment.mix_prob=0']
+    arguments = [*small, *stream, 'optim.accumulate=1', 'run.resume=auto', f'run.dir={tmp_path / "run"}']
+    write_shards(tmp_path / 'first', [numbered(0, 8), numbered(8, 8)])
+    stop_in(monkeypatch, 2, main, [*arguments, f'data.dir={tmp_path / "first"}'])
+    write_shards(tmp_path / 'other', [numbered(0, lengths[0]), numbered(8, lengths[1])], name=name)
+    with pytest.raises(ValueError, match=f'within an epoch, after 2 of 3 updates, got {found}: the rest'):
+        main([*arguments, f'data.dir={tmp_path / "other"}'])
 
 
 def test_other_classes_are_not_gone_on_with(small, whole, tmp_path):
