@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OURS = ('aft_vision', 'train', 'tools', 'tests', 'command_parser')
+OURS = ('aft_vision', 'train', 'tools', 'tests')
 FREE = ('torch', 'torchvision', 'numpy', 'tqdm', 'safetensors', 'PIL', 'yaml', *sys.stdlib_module_names)
 HEAVY = ('timm', 'transformers', 'ffcv', 'triton', 'matplotlib', 'omegaconf', 'einops')
 TEXT = ('transformers', 'tokenizers', 'datasets', 'nltk', 'rouge_score', 'sklearn', 'pandas')
@@ -80,9 +80,9 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.visualize': Rule(
         (*ABOVE_MODELS.anywhere, 'aft_vision.modes', 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)
     ),
-    'train': Rule(('train', 'aft_vision', 'command_parser', 'timm', 'omegaconf')),
+    'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf')),
     'train.fastformer': Rule(('train', 'aft_vision', 'accelerate', *TEXT)),
-    'tools': Rule(('tools', 'aft_vision', 'command_parser', 'timm', 'matplotlib')),
+    'tools': Rule(('tools', 'aft_vision', 'timm', 'matplotlib')),
     # FFCV's own Loader is measured next to ours.
     'tools.benchmark.loader': Rule(('tools', 'aft_vision', 'timm'), lazily=('ffcv',)),
 }
@@ -242,7 +242,6 @@ def test_every_part_of_the_tree_has_a_rule_of_its_own():
         ('tools/report.py', 'from train.engine import fit'),
         ('tools/report.py', 'from aft_vision.ops import reference'),
         ('tools/report.py', 'import omegaconf'),
-        ('aft_vision/evaluate.py', 'def f():\n    import command_parser'),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, file, source):

@@ -11,7 +11,8 @@ import pytest
 
 from aft_vision import commandline
 from aft_vision.commandline import run_command
-from command_parser import CommandParser
+from tools.arguments import CommandParser
+from train.arguments import CommandParser as TrainParser
 
 ROOT = Path(__file__).parents[1]
 # Without the package, whose import takes seconds.
@@ -86,16 +87,18 @@ def test_other_processes_wait_for_the_first_to_speak(monkeypatch, capsys):
     assert capsys.readouterr().err == 'error: process 1: a\n'
 
 
-def test_the_help_is_as_written_and_has_the_debug_option(monkeypatch):
+@pytest.mark.parametrize('kind', [CommandParser, TrainParser])
+def test_the_help_is_as_written_and_has_the_debug_option(monkeypatch, kind):
     monkeypatch.setattr(sys.modules['__main__'], '__spec__', SimpleNamespace(name='tools.some.__main__'))
-    lines = CommandParser('What it does.\n\nsome  text').format_help().splitlines()
+    lines = kind('What it does.\n\nsome  text').format_help().splitlines()
     assert lines[0] == 'usage: python -m tools.some [-h] [--debug]'
     assert lines[2:5] == ['What it does.', '', 'some  text']
-    assert CommandParser(None).parse_args(['--debug']).debug
+    assert kind(None).parse_args(['--debug']).debug
 
 
-def test_a_wrong_option_is_one_line(capsys):
-    parser = CommandParser('What it does.')
+@pytest.mark.parametrize('kind', [CommandParser, TrainParser])
+def test_a_wrong_option_is_one_line(kind, capsys):
+    parser = kind('What it does.')
     parser.add_argument('--rounds', type=int)
     with pytest.raises(SystemExit) as stop:
         parser.parse_args(['--rounds', 'many'])
@@ -103,9 +106,10 @@ def test_a_wrong_option_is_one_line(capsys):
     assert capsys.readouterr().err == "error: argument --rounds: invalid int value: 'many'; --help shows the usage\n"
 
 
+@pytest.mark.parametrize('kind', [CommandParser, TrainParser])
 @pytest.mark.parametrize('typed', ['--modl x', '--modl=x', '--modl x --data d'])
-def test_a_misspelt_option_names_the_nearest_one(typed, capsys):
-    parser = CommandParser('Text.')
+def test_a_misspelt_option_names_the_nearest_one(kind, typed, capsys):
+    parser = kind('Text.')
     parser.add_argument('--model', required=True)
     parser.add_argument('--data', required=True)
     with pytest.raises(SystemExit) as stopped:
