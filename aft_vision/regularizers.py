@@ -14,7 +14,7 @@ from timm.models import get_model_args
 from torch import Tensor, nn
 
 from aft_vision import ops
-from aft_vision.layers import AFTConv, StandardizedKernel
+from aft_vision.layers import AFTConv, StandardizedKernel, aft_mixers
 
 
 def conv_mixers(model: nn.Module) -> list[AFTConv]:
@@ -23,7 +23,7 @@ def conv_mixers(model: nn.Module) -> list[AFTConv]:
     Raises:
         ValueError: there are none.
     """
-    mixers = [module for module in model.modules() if isinstance(module, AFTConv)]
+    mixers = aft_mixers(model, AFTConv)
     if not mixers:
         raise ValueError(f'expected a model with AFT-conv kernels, got a {type(model).__name__} without any')
     return mixers
@@ -71,7 +71,7 @@ def evaluated_kernels(model: nn.Module) -> list[Tensor]:
                 'got global_context=False, where w = 0 is not neutral'
             )
         # A raw kernel is the parameter itself.
-        kernels.append(mixer.evaluated_kernel().detach().clone())
+        kernels.append(mixer.evaluated_bias().detach().clone())
     return kernels
 
 
@@ -186,7 +186,8 @@ def crop(model: nn.Module) -> nn.Module:
     arguments = {**_raw_arguments(get_model_args(model)), 'kernel_size': window}
     parameter = next(model.parameters())
     cropped = timm.create_model(cfg['architecture'], **arguments).to(parameter.device, parameter.dtype)
-    names = [name for name, module in model.named_modules() if isinstance(module, AFTConv)]
+    mixers = conv_mixers(model)
+    names = [name for name, module in model.named_modules() if module in mixers]
     standardized = {f'{name}.kernel.{key}' for name in names for key in ('gamma', 'beta')}
     state = {key: x for key, x in model.state_dict().items() if key not in standardized}
     state |= {f'{name}.kernel.weight': crop_kernel(w, window) for name, w in zip(names, kernels, strict=True)}

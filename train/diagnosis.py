@@ -15,7 +15,7 @@ from torch import nn
 
 from aft_vision.data import Draw
 from aft_vision.files import write_json
-from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot
+from aft_vision.layers import AFTMixer
 from train.objective import Batch
 from train.state import TrainState
 
@@ -51,8 +51,7 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     for part, values in state.task.get_task_state().items():
         trained |= {f'{part}.{name}': x for name, x in values.items()}
     found['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
-    biases = {name: _range(_bias(module)) for name, module in state.model.named_modules() if _has_bias(module)}
-    found['biases'] = _strict(biases)
+    found['biases'] = _strict({name: _range(bias) for name, bias in _biases(state.model).items()})
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(reached.updates_of_epoch)
         found[state.objective.unit] = [draw.image for draw in draws]
@@ -125,13 +124,16 @@ def _teachers(state: TrainState) -> list[tuple[nn.Module, Callable[[Any], torch.
     return [(unwrap_model(task.teacher.model), lambda x: normalize(x, task.student_mean, task.student_std))]
 
 
-def _has_bias(module: nn.Module) -> bool:
-    return isinstance(module, AFTAxial | AFTConv | AFTFull | AFTLocal | AFTOnehot)
-
-
 @torch.no_grad()
-def _bias(module: Any) -> torch.Tensor:
-    return module.kernel() if isinstance(module, AFTAxial | AFTConv | AFTOnehot) else module.position_bias()
+def _biases(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, AFTMixer):
+            learned = module.learned_bias()
+            bias = module.evaluated_bias() if learned is None else learned
+            if bias is not None:
+                found[name] = bias
+    return found
 
 
 def _range(x: torch.Tensor) -> list[float]:

@@ -15,8 +15,8 @@ from torch import nn
 
 from aft_vision.export.verify import Check, Shape, Size, channels, grid_steps, onnx_runner, smallest_size, verify
 from aft_vision.files import replacing
-from aft_vision.layers import AFTConv, AFTMixer
-from aft_vision.layers.frozen import FORMS, FlatLinear, freeze
+from aft_vision.layers import AFTMixer, aft_mixers
+from aft_vision.layers.frozen import FORMS, FlatLinear
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, default_size, resize_model, takes_any_size
 
@@ -53,7 +53,7 @@ def choose_shape(
         raise ValueError(f'expected a batch of at least 1 image, got {batch}')
     if form not in FORMS:
         raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
-    if form == 'matmul' and not any(isinstance(module, AFTConv) for module in model.modules()):
+    if form == 'matmul' and not any(form in mixer.forms for mixer in aft_mixers(model)):
         raise ValueError(f"expected an AFT-conv for form='matmul', got a {type(model).__name__} without one")
     if form == 'matmul' and not fixed_size:
         raise ValueError("form='matmul' has a matrix for each pair of tokens: expected a fixed size, got a dynamic one")
@@ -65,7 +65,7 @@ def matrix_bytes(model: nn.Module, size: Size) -> int:
     """Return the bytes of the constant matrices of form='matmul', h T T floats per layer."""
     patch: Any = model.patch_embed
     tokens = (size[0] // patch.patch_size[0]) * (size[1] // patch.patch_size[1])
-    heads = sum(len(module.kernel.weight) for module in model.modules() if isinstance(module, AFTConv))
+    heads = sum(mixer.split_sizes[-2] for mixer in aft_mixers(model) if 'matmul' in mixer.forms)
     return 4 * heads * tokens**2
 
 
@@ -87,7 +87,7 @@ def fold(model: nn.Module, shape: Shape, form: str = 'conv', aten: bool = True) 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, AFTMixer):
-                setattr(parent, name, freeze(child, grid, form))
+                setattr(parent, name, child.freeze(grid, form))
             elif isinstance(parent, Mlp) and isinstance(child, nn.Linear):
                 setattr(parent, name, FlatLinear(child))
     return model

@@ -15,17 +15,13 @@ from timm.models.vision_transformer import Attention
 from torch import nn
 
 from aft_vision.export.network import ACTIVATIONS, Architecture, Network
+from aft_vision.export.network import MIXERS as NETWORK_MIXERS
 from aft_vision.export.program import TOLERANCE
 from aft_vision.export.verify import Check, check_logits
 from aft_vision.inline import inline
 from aft_vision.layers import (
-    AFTAxial,
     AFTBlock,
-    AFTConv,
-    AFTFull,
-    AFTLocal,
     AFTPatchEmbed,
-    AFTSimple,
     AxisBias,
     FactorizedBias,
     PairwiseBias,
@@ -45,7 +41,6 @@ AUTO_MAP = {
     'AutoModel': f'{MODELING}.AFTVisionModel',
     'AutoModelForImageClassification': f'{MODELING}.AFTVisionForImageClassification',
 }
-MIXER_NAMES = {kind: name for name, kind in MIXERS.items()}
 ACTIVATION_NAMES = {
     nn.GELU: 'gelu',
     GELU: 'gelu',
@@ -62,7 +57,7 @@ PARTS = (
     *(AFTVisionTransformer, AFTPatchEmbed, AFTBlock, AttentionBlock, Attention, Mlp, LayerScale),
     *(StandardizedKernel, AxisBias, FactorizedBias, PairwiseBias),
     *(nn.Sequential, nn.Conv2d, nn.Linear, FusedLinear, nn.Identity, nn.Dropout, DropPath, PatchDropout),
-    *(*MIXER_NAMES, *ACTIVATION_NAMES, *NORMS),
+    *(*(MIXERS[name] for name in NETWORK_MIXERS), *ACTIVATION_NAMES, *NORMS),
 )
 # The argument of the model by which a part of another type is avoided, by the last name of that part.
 FIXES = {
@@ -185,8 +180,8 @@ def describe(model: AFTVisionTransformer) -> Architecture:
         embed_dim=model.embed_dim,
         depth=len(blocks),
         hidden_dim=block.mlp.fc1.out_features,
-        mixer=MIXER_NAMES[type(mixer)],
-        mixer_args=_mixer_args(mixer),
+        mixer=mixer.name,
+        mixer_args=mixer.describe(),
         query_gate=mixer.query_gate,
         qkv_bias=mixer.qkv.bias is not None,
         proj_bias=mixer.proj.bias is not None,
@@ -295,26 +290,6 @@ def _check_parts(model: AFTVisionTransformer) -> None:
         raise UnsupportedError('a model without classifier', 'num_classes of at least 1')
     if all(isinstance(block, AttentionBlock) for block in model.blocks):
         raise UnsupportedError('softmax attention in every block', 'one that is not in attention_blocks')
-
-
-def _mixer_args(mixer: Any) -> dict[str, Any]:
-    if isinstance(mixer, AFTSimple):
-        return {}
-    if isinstance(mixer, AFTFull | AFTLocal):
-        bias = mixer.position_bias
-        dim = bias.u.shape[1] if isinstance(bias, FactorizedBias) else None
-        return {'bias_dim': dim} | ({'window_size': bias.window} if isinstance(mixer, AFTLocal) else {})
-    args = {'num_heads': mixer.split_sizes[-2], 'local_conv': mixer.local_conv is not None}
-    if isinstance(mixer, AFTConv):
-        args['kernel_size'] = mixer.kernel.weight.shape[-1]
-        args['standardize_kernel'] = mixer.kernel.gamma is not None
-        args |= {'global_context': mixer.global_context, 'gumbel': mixer.gumbel}
-    elif isinstance(mixer, AFTAxial):
-        axes = mixer.row_bias, mixer.column_bias
-        args['window_size'] = tuple((axis.weight.shape[1] + 1) // 2 for axis in axes)
-        args['standardize_kernel'] = mixer.row_bias.gamma is not None
-        args['resample_bias'] = mixer.row_bias.resample
-    return args
 
 
 def _attention_args(attention: Any) -> dict[str, Any]:

@@ -12,5 +12,6 @@ from aft_vision.layers.mixers import (
     AFTSimple,
     aft_mixers,
     create_mixer,
+    register_mixer,
 )
 from aft_vision.layers.position_bias import AxisBias, FactorizedBias, PairwiseBias, StandardizedKernel

@@ -4,16 +4,24 @@ Eq. 8 and the exponentials of the bias are computed once, in float64, and stored
 biases, whose exponentials depend on the grid.
 """
 
-import copy
+from typing import Any
 
 import torch
+from timm.layers import register_notrace_function
 from torch import Tensor, nn
 
-from aft_vision.layers.mixers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, tokens_to_maps
 from aft_vision.ops import aten
 from aft_vision.ops.common.numerics import gated
 
 FORMS = ('conv', 'matmul')
+
+
+@register_notrace_function
+def tokens_to_maps(x: Tensor, grid: tuple[int, int], mask: Tensor | None) -> Tensor:
+    """Return tokens (B, H * W, C) as maps (B, C, H, W), 0 where the mask (B, H * W) is False."""
+    if mask is not None:
+        x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], grid[0], grid[1])
 
 
 class FlatLinear(nn.Linear):
@@ -48,7 +56,7 @@ class FrozenMixer(nn.Module):
         order: order of the channels of queries and values between the projections.
     """
 
-    def __init__(self, mixer: AFTMixer, order: Tensor | slice = slice(None)) -> None:
+    def __init__(self, mixer: Any, order: Tensor | slice = slice(None)) -> None:
         super().__init__()
         # Apart, so that no copy splits their result.
         *query, key, value = torch.arange(mixer.qkv.out_features).split(mixer.split_sizes)
@@ -83,7 +91,7 @@ class FrozenConv(FrozenMixer):
     taps: Tensor
     outside: Tensor
 
-    def __init__(self, mixer: AFTConv) -> None:
+    def __init__(self, mixer: Any) -> None:
         taps, outside = aten.conv_taps(_kernel(mixer), mixer.global_context)
         order = torch.arange(mixer.split_sizes[-1]).view(len(taps), -1).t().flatten()
         # Without a projection after it the result keeps its order.
@@ -105,7 +113,7 @@ class FrozenMatmul(FrozenMixer):
 
     matrix: Tensor
 
-    def __init__(self, mixer: AFTConv, grid: tuple[int, int]) -> None:
+    def __init__(self, mixer: Any, grid: tuple[int, int]) -> None:
         super().__init__(mixer)
         self._keep('matrix', aten.conv_matrix(_kernel(mixer), grid, mixer.global_context))
 
@@ -119,7 +127,7 @@ class FrozenAxial(FrozenMixer):
     rows: Tensor
     columns: Tensor
 
-    def __init__(self, mixer: AFTAxial) -> None:
+    def __init__(self, mixer: Any) -> None:
         super().__init__(mixer)
         self.resample = mixer.row_bias.resample
         self._keep('rows', mixer.row_bias.double().compute())
@@ -138,51 +146,17 @@ class FrozenFull(FrozenMixer):
 
     weights: Tensor
 
-    def __init__(self, mixer: AFTFull | AFTLocal, grid: tuple[int, int] | None) -> None:
+    def __init__(self, mixer: Any, bias: Tensor) -> None:
         super().__init__(mixer)
-        bias = mixer.position_bias.double()(grid)
-        self._keep('weights', aten.full_weights(aten.unbanded(bias) if isinstance(mixer, AFTLocal) else bias))
+        self._keep('weights', aten.full_weights(bias))
 
     def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
         return aten.mix_full(q, k, v, self.weights, mask)
 
 
-@torch.no_grad()
-def freeze(mixer: AFTMixer, grid: tuple[int, int] | None, form: str = 'conv') -> nn.Module:
-    """Build the exportable form of a mixer for evaluation, with constant position weights.
-
-    The mixer is copied: it does not change, and shares no parameter with the result.
-
-    Args:
-        grid: (H, W) in tokens, for the forms that depend on it; None means the mixer's own grid, if it has one.
-        form: for AFT-conv, 'conv' for any grid or 'matmul' for this grid.
-
-    Raises:
-        ValueError: the form is unknown, the mixer is causal, or 'matmul' has no grid.
-    """
-    if form not in FORMS:
-        raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
-    if getattr(mixer, 'causal', False):
-        raise ValueError(f'expected a mixer over an image, got a causal {type(mixer).__name__}, which has no aten form')
-    mixer = copy.deepcopy(mixer)
-    if isinstance(mixer, AFTConv):
-        if form == 'conv':
-            return FrozenConv(mixer)
-        if grid is None:
-            raise ValueError("form='matmul' needs the token grid (H, W), got None")
-        return FrozenMatmul(mixer, grid)
-    if isinstance(mixer, AFTAxial):
-        return FrozenAxial(mixer)
-    if isinstance(mixer, AFTFull | AFTLocal):
-        return FrozenFull(mixer, grid)
-    # AFT-simple has no position weights.
-    mixer.exportable = True
-    return mixer
-
-
-def _kernel(mixer: AFTConv) -> Tensor:
+def _kernel(mixer: Any) -> Tensor:
     mixer.kernel.double()
-    return mixer.evaluated_kernel()
+    return mixer.evaluated_bias()
 
 
 def _resample_axis(bias: Tensor, length: int) -> Tensor:

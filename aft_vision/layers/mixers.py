@@ -5,7 +5,11 @@ token counts. In `timm.layers.is_exportable()` mode they request `backend='aten'
 custom operators; the causal mixers have no aten form.
 """
 
-from typing import Any, ClassVar, Final
+import copy
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +17,7 @@ from timm.layers import is_exportable, register_notrace_function, to_2tuple, tru
 from torch import Tensor, nn
 
 from aft_vision import ops
+from aft_vision.layers.frozen import FORMS, FrozenAxial, FrozenConv, FrozenFull, FrozenMatmul, tokens_to_maps
 from aft_vision.layers.fused import fuse_linear
 from aft_vision.layers.position_bias import (
     AxisBias,
@@ -22,10 +27,25 @@ from aft_vision.layers.position_bias import (
     StandardizedKernel,
     check_kernel_size,
 )
+from aft_vision.ops import aten
+from aft_vision.ops.causal.bias import BandBias
+
+# A leaf for FX, which cannot branch on whether a traced mask is None.
+torch.fx.wrap('tokens_to_maps')
 
 
 class AFTMixer(nn.Module):
     """A token mixer: one projection to queries, keys and values, and one after the operation.
+
+    A class declares all that models, training, pictures and exports ask of its mixers; `register_mixer` makes its
+    name one that models take.
+
+    Attributes:
+        name: `mixer=NAME` of the models.
+        on_grid: mixes a grid of any size, without class token and position embedding, and may have several heads.
+        bias_names: its parameters that are position biases, as patterns: they have no weight decay.
+        forms: forms of `freeze` among which an export chooses.
+        causal: masks the future.
 
     Args:
         dim: channels C of the input and output, and D of the operation.
@@ -37,8 +57,13 @@ class AFTMixer(nn.Module):
         proj_drop: dropout rate after the output projection.
     """
 
+    name: ClassVar[str]
+    on_grid: ClassVar[bool] = False
+    bias_names: ClassVar[tuple[str, ...]] = ()
+    forms: ClassVar[tuple[str, ...]] = ()
+    causal: bool = False
     # TorchScript reads Final annotations only from the last subclass, but these from every class.
-    __constants__: ClassVar[list[str]] = ['exportable', 'query_gate']
+    __constants__: ClassVar[list[str]] = ['causal', 'exportable', 'query_gate']
 
     def __init__(
         self,
@@ -85,12 +110,91 @@ class AFTMixer(nn.Module):
         fuse_linear(self)
         return self
 
+    @classmethod
+    def parameters_of_init(cls) -> dict[str, Any]:
+        """Return the arguments of the class and its bases, in the order of the bases, with their types."""
+        found: dict[str, Any] = {}
+        for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
+            hints = typing.get_type_hints(base.__init__)
+            for parameter in list(inspect.signature(base).parameters.values()):
+                if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                    found[parameter.name] = hints.get(parameter.name, Any)
+        return found
+
+    @classmethod
+    def arguments(cls) -> dict[str, Any]:
+        """Return the arguments that a user of a model chooses and that not every mixer has, with their types."""
+        given = {*AFTMixer.parameters_of_init(), *GIVEN_BY_MODEL}
+        return {name: hint for name, hint in cls.parameters_of_init().items() if name not in given}
+
+    @classmethod
+    def depends_on_positions(cls) -> bool:
+        """Return whether a token's place matters, and with it the grid; otherwise tokens may be left out."""
+        return cls.on_grid or bool(cls.bias_names)
+
     @torch.jit.ignore
     def set_grid(self, grid: tuple[int, int]) -> None:
-        """Resample the position bias permanently to another grid (H, W), if it has one."""
-        for module in self.children():
-            if isinstance(module, FactorizedBias | PairwiseBias):
-                module.set_grid(grid)
+        """Resample the position bias permanently to another grid (H, W), if it has one of a fixed grid."""
+
+    def resample(self, name: str, value: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a parameter of a checkpoint of another grid for this one.
+
+        Args:
+            name: of the parameter in the mixer.
+            rows: resamples a tensor (T, n) with one row per token.
+        """
+        return value
+
+    def learned_bias(self) -> Tensor | None:
+        """Return the position biases w (h, ...) as training shapes them, differentiable; None if there are none."""
+        return None
+
+    def evaluated_bias(self) -> Tensor | None:
+        """Return the position biases w (h, ...) of evaluation, at the mixer's own grid; None if there are none."""
+        return self.learned_bias()
+
+    def dense_bias(self, grid: tuple[int, int] | None, targets: Tensor, tokens: int) -> Tensor:
+        """Return rows of the position bias as the whole (T, T) matrix of AFT Eq. 2.
+
+        Args:
+            grid: (H, W) of the tokens after the prefix; None for a sequence.
+            targets: (Q,), including prefix tokens.
+            tokens: number of sources S.
+
+        Returns:
+            (h, Q, S), or (1, Q, S) if all channels share a bias; minus infinity if a source has no weight.
+        """
+        return self.qkv.weight.new_zeros(1, len(targets), tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments with which an exported network rebuilds the mixer."""
+        return {}
+
+    @torch.no_grad()
+    def freeze(self, grid: tuple[int, int] | None, form: str = 'conv') -> nn.Module:
+        """Build the exportable form of the mixer for evaluation, with constant position weights.
+
+        The mixer is copied: it does not change, and shares no parameter with the result.
+
+        Args:
+            grid: (H, W) in tokens, for the forms that depend on it; None means the mixer's own grid, if it has one.
+            form: for AFT-conv, 'conv' for any grid or 'matmul' for this grid.
+
+        Raises:
+            ValueError: the form is unknown, the mixer is causal, or 'matmul' has no grid.
+        """
+        if form not in FORMS:
+            raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
+        if self.causal:
+            raise ValueError(
+                f'expected a mixer over an image, got a causal {type(self).__name__}, which has no aten form'
+            )
+        return copy.deepcopy(self)._freeze(grid, form)
+
+    def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
+        # Of a copy. One without position weights needs no other class.
+        self.exportable = True
+        return self
 
     def _backend(self) -> str:
         # Exporters do not support custom operators.
@@ -116,6 +220,8 @@ class GridMixer(AFTMixer):
         kwargs: of `AFTMixer`.
     """
 
+    on_grid = True
+
     def __init__(
         self,
         dim: int,
@@ -138,6 +244,22 @@ class GridMixer(AFTMixer):
             if self.local_conv.bias is not None:
                 nn.init.zeros_(self.local_conv.bias)
 
+    def dense_bias(self, grid: tuple[int, int] | None, targets: Tensor, tokens: int) -> Tensor:
+        kernel = self._kernel_on(grid)
+        if kernel is None:
+            return super().dense_bias(grid, targets, tokens)
+        assert grid is not None
+        return kernel_rows(kernel, grid, targets, self._bias_outside())
+
+    def _kernel_on(self, grid: tuple[int, int] | None) -> Tensor | None:
+        return self.evaluated_bias()
+
+    def _bias_outside(self) -> float:
+        return 0.0
+
+    def describe(self) -> dict[str, Any]:
+        return {'num_heads': self.split_sizes[-2], 'local_conv': self.local_conv is not None}
+
     def _output(self, y: Tensor, v: Tensor, grid: tuple[int, int], mask: Tensor | None) -> Tensor:
         # (B, T, C) after the operation, from its result and its values.
         if self.local_conv is not None:
@@ -159,7 +281,7 @@ class PairMixer(AFTMixer):
         kwargs: of `AFTMixer`.
     """
 
-    __constants__: ClassVar[list[str]] = [*AFTMixer.__constants__, 'causal']
+    bias_names = ('position_bias.*',)
 
     def __init__(
         self,
@@ -186,6 +308,37 @@ class PairMixer(AFTMixer):
     def init_weights(self) -> None:
         self.position_bias.reset_parameters()
 
+    @torch.jit.ignore
+    def set_grid(self, grid: tuple[int, int]) -> None:
+        self.position_bias.set_grid(grid)
+
+    def resample(self, name: str, value: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
+        if name in ('position_bias.u', 'position_bias.v') and value.shape[-1] == self.get_parameter(name).shape[-1]:
+            return rows(value)
+        if name == 'position_bias.weight' and value.shape[0] == value.shape[1]:
+            return rows(rows(value).t()).t()
+        return value
+
+    def learned_bias(self) -> Tensor:
+        return self.position_bias()[None]
+
+    def dense_bias(self, grid: tuple[int, int] | None, targets: Tensor, tokens: int) -> Tensor:
+        bias = self._rows(self.position_bias(grid if self.position_bias.grid is not None else None), targets)
+        return bias[None, :, :tokens]
+
+    def _rows(self, bias: Tensor, targets: Tensor) -> Tensor:
+        return bias[targets]
+
+    def describe(self) -> dict[str, Any]:
+        bias = self.position_bias
+        return {'bias_dim': bias.u.shape[1] if isinstance(bias, FactorizedBias) else None}
+
+    def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
+        return FrozenFull(self, self._dense(self.position_bias.double()(grid)))
+
+    def _dense(self, bias: Tensor) -> Tensor:
+        return bias
+
 
 class AFTFull(PairMixer):
     """AFT-full token mixer with a learned bias for each pair of positions (AFT Eq. 2, AFT Eq. 7).
@@ -193,6 +346,8 @@ class AFTFull(PairMixer):
     Args:
         dim, num_tokens, grid, kwargs: of `PairMixer`.
     """
+
+    name = 'full'
 
     def __init__(self, dim: int, num_tokens: int, grid: tuple[int, int] | None = None, **kwargs: Any) -> None:
         super().__init__(dim, num_tokens, None, grid, **kwargs)
@@ -219,6 +374,8 @@ class AFTLocal(PairMixer):
         window_size: s, in tokens along the sequence, at least 1: |t - t'| < s.
     """
 
+    name = 'local'
+
     def __init__(
         self, dim: int, num_tokens: int, window_size: int, grid: tuple[int, int] | None = None, **kwargs: Any
     ) -> None:
@@ -239,6 +396,15 @@ class AFTLocal(PairMixer):
             y = ops.aft_local(q, k, v, band, mask, self._backend())
         return self.proj_drop(self.proj(y))
 
+    def _rows(self, bias: Tensor, targets: Tensor) -> Tensor:
+        return BandBias(bias).rows(targets) if self.causal else aten.unbanded(bias)[targets]
+
+    def _dense(self, bias: Tensor) -> Tensor:
+        return aten.unbanded(bias)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), 'window_size': self.position_bias.window}
+
 
 class AFTSimple(AFTMixer):
     """AFT-simple token mixer: one global, key-weighted mean, multiplied by a gate (AFT Eq. 5).
@@ -249,7 +415,7 @@ class AFTSimple(AFTMixer):
         kwargs: of `AFTMixer`.
     """
 
-    causal: Final[bool]
+    name = 'simple'
 
     def __init__(self, dim: int, causal: bool = False, **kwargs: Any) -> None:
         super().__init__(dim, dim, **kwargs)
@@ -278,6 +444,9 @@ class AFTConv(GridMixer):
         kwargs: of `GridMixer`.
     """
 
+    name = 'conv'
+    bias_names = ('kernel.*',)
+    forms = FORMS
     gumbel: Final[bool]
     straight_through: Final[bool]
     global_context: Final[bool]
@@ -315,10 +484,28 @@ class AFTConv(GridMixer):
         super().init_weights()
         self.kernel.reset_parameters()
 
-    def evaluated_kernel(self) -> Tensor:
+    def learned_bias(self) -> Tensor:
+        return self.kernel()
+
+    def evaluated_bias(self) -> Tensor:
         """Return the position biases w (h, s, s) of evaluation: after AFT Eq. 8, and the maximum of AFT Eq. 10."""
         kernel = self.kernel()
         return ops.hard_kernel(kernel) if self.gumbel else kernel
+
+    def _bias_outside(self) -> float:
+        return 0.0 if self.global_context else -torch.inf
+
+    def describe(self) -> dict[str, Any]:
+        kernel, own = self.kernel, {'global_context': self.global_context, 'gumbel': self.gumbel}
+        sizes = {'kernel_size': kernel.weight.shape[-1], 'standardize_kernel': kernel.gamma is not None}
+        return {**super().describe(), **sizes, **own}
+
+    def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
+        if form == 'conv':
+            return FrozenConv(self)
+        if grid is None:
+            raise ValueError("form='matmul' needs the token grid (H, W), got None")
+        return FrozenMatmul(self, grid)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         if grid is None:
@@ -354,6 +541,8 @@ class AFTOnehot(GridMixer):
         kwargs: of `GridMixer`.
     """
 
+    name = 'onehot'
+    bias_names = ('weight',)
     offset: Tensor
 
     def __init__(
@@ -387,6 +576,10 @@ class AFTOnehot(GridMixer):
         flat = self.weight.new_zeros(heads, size * size).scatter(1, place, self.weight[:, None])
         return flat.view(heads, size, size)
 
+    # None is learned: the other entries of the kernel that was are gone.
+    def evaluated_bias(self) -> Tensor:
+        return self.kernel()
+
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         if grid is None:
             raise ValueError('AFTOnehot needs the token grid (H, W), got None')
@@ -406,6 +599,9 @@ class AFTAxial(GridMixer):
         resample_bias: stretch the biases over all distances of a grid of another size.
         kwargs: of `GridMixer`.
     """
+
+    name = 'axial'
+    bias_names = ('row_bias.*', 'column_bias.*')
 
     def __init__(
         self,
@@ -443,6 +639,22 @@ class AFTAxial(GridMixer):
         )
         return rows[:, :, None] + columns[:, None, :]
 
+    def learned_bias(self) -> Tensor:
+        return self.kernel()
+
+    # Beyond its window along one axis, it has a bias along the other.
+    def _kernel_on(self, grid: tuple[int, int] | None) -> Tensor:
+        return self.kernel(grid)
+
+    def describe(self) -> dict[str, Any]:
+        rows, columns = self.row_bias, self.column_bias
+        window_size = tuple((axis.weight.shape[1] + 1) // 2 for axis in (rows, columns))
+        own = {'standardize_kernel': rows.gamma is not None, 'resample_bias': rows.resample}
+        return {**super().describe(), 'window_size': window_size, **own}
+
+    def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
+        return FrozenAxial(self)
+
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         if grid is None:
             raise ValueError('AFTAxial needs the token grid (H, W), got None')
@@ -450,16 +662,6 @@ class AFTAxial(GridMixer):
         rows, columns = self.row_bias(grid[0], copy=False), self.column_bias(grid[1], copy=False)
         y = ops.aft_axial(q, k, v, rows, columns, grid, mask, self._backend())
         return self._output(y, v, grid, mask)
-
-
-# A leaf for FX, which cannot branch on whether a traced mask is None.
-@torch.fx.wrap
-@register_notrace_function
-def tokens_to_maps(x: Tensor, grid: tuple[int, int], mask: Tensor | None) -> Tensor:
-    """Return tokens (B, H * W, C) as maps (B, C, H, W), 0 where the mask (B, H * W) is False."""
-    if mask is not None:
-        x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
-    return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], grid[0], grid[1])
 
 
 def resolve_num_heads(dim: int, num_heads: int | None) -> int:
@@ -485,21 +687,62 @@ def shorten_bias(bias: Tensor, tokens: int) -> Tensor:
     return bias if bias.shape[0] == tokens and not captured else bias[:tokens, :tokens]
 
 
-MIXERS: dict[str, type[AFTMixer]] = {
-    'full': AFTFull,
-    'local': AFTLocal,
-    'simple': AFTSimple,
-    'conv': AFTConv,
-    'onehot': AFTOnehot,
-    'axial': AFTAxial,
-}
+def kernel_rows(kernel: Tensor, grid: tuple[int, int], targets: Tensor, outside: float) -> Tensor:
+    """Return the biases (h, Q, H * W) of targets (Q,) from those of each offset (h, 2a + 1, 2b + 1)."""
+    # w[(y, x), (y + dy, x + dx)] = kernel[rows // 2 + dy, columns // 2 + dx].
+    (rows, columns), width = kernel.shape[1:], grid[1]
+    sources = torch.arange(grid[0] * grid[1], device=kernel.device)
+    dy = sources // width - (targets // width)[:, None] + rows // 2  # (Q, H * W)
+    dx = sources % width - (targets % width)[:, None] + columns // 2
+    inside = (dy >= 0) & (dy < rows) & (dx >= 0) & (dx < columns)
+    taps = kernel[:, dy.clamp(0, rows - 1), dx.clamp(0, columns - 1)]
+    return torch.where(inside, taps, taps.new_tensor(outside))
+
+
+# Arguments that models give a mixer by themselves, or that are of causal models.
+GIVEN_BY_MODEL = ('num_tokens', 'grid', 'window', 'causal')
+# Mixers of images by their names.
+MIXERS: dict[str, type[AFTMixer]] = {}
+Kind = TypeVar('Kind', bound=type[AFTMixer])
+Mixer = TypeVar('Mixer', bound=AFTMixer)
+
+
+def register_mixer(kind: Kind) -> Kind:
+    """Register a class of mixers, so that models take `mixer=NAME` and the arguments of its constructor.
+
+    Raises:
+        ValueError: another class has its name, or it has position biases that pictures and reports cannot read.
+    """
+    if kind.bias_names and AFTMixer.dense_bias is kind.dense_bias:
+        raise ValueError(
+            f'{kind.__name__} has position biases, {", ".join(kind.bias_names)}: it must define learned_bias() and '
+            'dense_bias(), which pictures and reports read'
+        )
+    if MIXERS.setdefault(kind.name, kind) is not kind:
+        raise ValueError(f'the mixer {kind.name!r} is registered: {MIXERS[kind.name].__name__}; choose another name')
+    return kind
+
+
+for _kind in (AFTFull, AFTLocal, AFTSimple, AFTConv, AFTOnehot, AFTAxial):
+    register_mixer(_kind)
+
+
+def find_mixer(name: str) -> type[AFTMixer]:
+    """Return the class of a registered mixer.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in MIXERS:
+        raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {name!r}')
+    return MIXERS[name]
 
 
 def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
     """Build a mixer by name.
 
     Args:
-        name: 'full', 'local', 'simple', 'conv', 'onehot' or 'axial'.
+        name: 'full', 'local', 'simple', 'conv', 'onehot', 'axial', or that of a registered class.
         dim: channels C.
         kwargs: of the mixer.
 
@@ -507,11 +750,9 @@ def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
         ValueError: the name is unknown.
         TypeError: the mixer has no such argument.
     """
-    if name not in MIXERS:
-        raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {name!r}')
-    return MIXERS[name](dim, **kwargs)
+    return find_mixer(name)(dim, **kwargs)
 
 
-def aft_mixers(model: nn.Module) -> list[AFTMixer]:
-    """Return the AFT mixers of a model in the order of its layers."""
-    return [module for module in model.modules() if isinstance(module, AFTMixer)]
+def aft_mixers(model: nn.Module, kind: type[Mixer] = AFTMixer) -> list[Mixer]:  # type: ignore[assignment]
+    """Return the AFT mixers of a model, or those of a class, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, kind)]

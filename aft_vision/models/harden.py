@@ -1,7 +1,6 @@
 """Conversion of a Gumbel-trained AFT-conv to its one-hot form: one learned offset per head (AFT Eq. 10)."""
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from aft_vision import ops
 from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot, aft_mixers
-from aft_vision.layers.mixers import MIXERS
 from aft_vision.models.aft_vit import AFTVisionTransformer
 
 
@@ -35,14 +33,14 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
     if not mixers:
         raise ValueError(f'expected {wanted}, got one without an AFT mixer: every block has softmax attention')
     for mixer in mixers:
-        if isinstance(mixer, AFTOnehot):
+        if mixer.name == 'onehot':
             raise ValueError(f"expected {wanted}, got mixer='onehot', which is in the one-hot form already")
         if not isinstance(mixer, AFTConv):
-            raise ValueError(f'expected {wanted}, got mixer={_name(mixer)!r}, which has no gumbel: train an AFT-conv')
+            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r}, which has no gumbel: train an AFT-conv')
         if not mixer.gumbel:
             raise ValueError(f"expected {wanted}, got mixer='conv' with gumbel=False: train it with gumbel=True")
     # Arguments that only AFT-conv has.
-    left_out = _arguments(AFTConv) - _arguments(AFTOnehot)
+    left_out = AFTConv.arguments().keys() - AFTOnehot.arguments().keys()
     return _replace_mixers(model, _onehot_of, left_out, mixer='onehot')
 
 
@@ -109,17 +107,9 @@ def _onehot_mixers(model: nn.Module) -> list[AFTOnehot]:
     found = []
     for mixer in _mixers(model, wanted):
         if not isinstance(mixer, AFTOnehot):
-            raise ValueError(f'expected {wanted}, got mixer={_name(mixer)!r}')
+            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r}')
         found.append(mixer)
     return found
-
-
-def _name(mixer: AFTMixer) -> str:
-    return next(name for name, kind in MIXERS.items() if isinstance(mixer, kind))
-
-
-def _arguments(kind: type[AFTMixer]) -> set[str]:
-    return set(inspect.signature(kind).parameters)
 
 
 def _replace_mixers(

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 from timm.layers import Attention
 from torch import nn
 
-from aft_vision.layers import AFTMixer
-
 PROJECTIONS = {'q': 'queries', 'k': 'keys', 'v': 'values'}
 PARTS = {
     r'patch_embed\.': 'patch embedding',
@@ -112,7 +110,6 @@ def projection_sizes(mixer: Any) -> dict[str, int]:
     """Return the rows of queries, keys and values in the fused projection of a mixer, in their order."""
     if isinstance(mixer, Attention):
         return dict.fromkeys('qkv', mixer.attn_dim)
-    assert isinstance(mixer, AFTMixer)
     return dict(zip('qkv' if mixer.query_gate else 'kv', mixer.split_sizes, strict=True))
 
 

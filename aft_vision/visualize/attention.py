@@ -147,7 +147,7 @@ class _Average:
 
 def _attention(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int, heads: Sequence[int]) -> Tensor:
     # (n, H * W, H * W) of one image (1, T, C), the softmax being over the prefix tokens too.
-    if isinstance(mixer, AFTMixer):
+    if not isinstance(mixer, Attention):
         inputs = mixer_inputs(mixer, x, grid, prefix)
         return implicit_attention(inputs, torch.arange(prefix, x.shape[1]), heads)[0, :, :, prefix:]
     # timm's attention; its fused form returns no weights.

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTOnehot, AFTSimple
-from aft_vision.ops import aten
-from aft_vision.ops.causal.bias import BandBias
+from aft_vision.layers import AFTMixer
 from aft_vision.visualize.capture import mixer_layers
 from aft_vision.visualize.figure import (
     DIVERGING,
@@ -32,19 +30,8 @@ def mixer_bias(mixer: AFTMixer) -> Tensor | None:
         AFT-conv and its one-hot form: (h, s, s), after AFT Eq. 8, and with one offset per head after AFT Eq. 10.
         AFT-axial: (h, 2a - 1, 2b - 1), the sums of its biases. AFT-full: (1, T, T), AFT Eq. 7. AFT-local:
         (1, T, 2s - 1), or (1, T, s) if causal, AFT Eq. 4. AFT-simple: None.
-
-    Raises:
-        ValueError: a mixer of another kind.
     """
-    if isinstance(mixer, AFTConv):
-        return mixer.evaluated_kernel()
-    if isinstance(mixer, AFTOnehot | AFTAxial):
-        return mixer.kernel()
-    if isinstance(mixer, AFTFull | AFTLocal):
-        return mixer.position_bias()[None]
-    if isinstance(mixer, AFTSimple):
-        return None
-    raise ValueError(f'expected a mixer whose position bias is known, got {type(mixer).__name__}')
+    return mixer.evaluated_bias()
 
 
 def position_biases(model: nn.Module) -> list[Tensor]:
@@ -54,7 +41,7 @@ def position_biases(model: nn.Module) -> list[Tensor]:
         As `mixer_bias`, float32 on the CPU.
 
     Raises:
-        ValueError: no layer of the model has a position bias, or a mixer is of another kind.
+        ValueError: no layer of the model has a position bias.
     """
     return list(_biases_by_layer(model).values())
 
@@ -78,41 +65,12 @@ def bias_rows(mixer: AFTMixer, grid: tuple[int, int] | None, queries: Tensor, to
 
     Returns:
         (h, Q, S), or (1, Q, S) if all channels share a bias; minus infinity if a source has no weight.
-
-    Raises:
-        ValueError: as `mixer_bias`.
     """
-    if isinstance(mixer, AFTFull | AFTLocal):
-        own_grid = grid if mixer.position_bias.grid is not None else None
-        bias = mixer.position_bias(own_grid)
-        if isinstance(mixer, AFTLocal):
-            bias = BandBias(bias).rows(queries) if mixer.causal else aten.unbanded(bias)[queries]
-        else:
-            bias = bias[queries]
-        rows = bias[None, :, :tokens]
-    else:
-        # Beyond its window along one axis, AFT-axial has a bias along the other.
-        kernel = mixer.kernel(grid) if isinstance(mixer, AFTAxial) else mixer_bias(mixer)
-        if kernel is None:
-            rows = mixer.qkv.weight.new_zeros(1, len(queries), tokens)
-        else:
-            assert grid is not None
-            rows = _kernel_rows(kernel, grid, queries, 0.0 if getattr(mixer, 'global_context', True) else -torch.inf)
-    if getattr(mixer, 'causal', False):
+    rows = mixer.dense_bias(grid, queries, tokens)
+    if mixer.causal:
         future = torch.arange(tokens, device=queries.device) > queries[:, None]
         rows = rows.masked_fill(future, -torch.inf)
     return rows
-
-
-def _kernel_rows(kernel: Tensor, grid: tuple[int, int], queries: Tensor, outside: float) -> Tensor:
-    # (h, Q, H * W) with w[(y, x), (y + dy, x + dx)] = kernel[rows // 2 + dy, columns // 2 + dx].
-    (rows, columns), width = kernel.shape[1:], grid[1]
-    sources = torch.arange(grid[0] * grid[1], device=kernel.device)
-    dy = sources // width - (queries // width)[:, None] + rows // 2  # (Q, H * W)
-    dx = sources % width - (queries % width)[:, None] + columns // 2
-    inside = (dy >= 0) & (dy < rows) & (dx >= 0) & (dx < columns)
-    taps = kernel[:, dy.clamp(0, rows - 1), dx.clamp(0, columns - 1)]
-    return torch.where(inside, taps, taps.new_tensor(outside))
 
 
 @torch.no_grad()
@@ -138,7 +96,7 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
         bias = mixer_bias(mixer)
         if bias is None:
             continue
-        if isinstance(mixer, AFTFull | AFTLocal):
+        if not mixer.on_grid:
             tokens = bias.shape[1]
             bias = bias_rows(mixer, None, torch.arange(tokens, device=bias.device), tokens)[0]
         # A causal mixer has none for later tokens.
@@ -160,10 +118,10 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
 
 def _entropy(mixer: AFTMixer, bias: Tensor) -> float:
     # Compute the entropy of (n, ...) biases, or of the kernel from which one offset per head is chosen.
-    if isinstance(mixer, AFTOnehot):
+    learned = mixer.learned_bias() if mixer.on_grid else bias
+    if learned is None:
         return math.nan
-    logits = mixer.kernel() if isinstance(mixer, AFTConv | AFTAxial) else bias
-    shares = logits.flatten(1).cpu().double().softmax(dim=1)
+    shares = learned.flatten(1).cpu().double().softmax(dim=1)
     return torch.special.entr(shares).sum(dim=1).mean().item()
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTAxial, AFTConv, AFTOnehot, aft_mixers
+from aft_vision.layers import aft_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
     FEWEST_IMAGES,
@@ -190,7 +190,7 @@ def _bias_section(report: Report) -> str:
         'Share below 0.1 counts the biases with |exp(w)\u00a0-\u00a01| < 0.1; largest is the largest '
         '|exp(w)\u00a0-\u00a01|.'
     )
-    is_centred = isinstance(aft_mixers(report.model)[0], AFTConv | AFTOnehot | AFTAxial)
+    is_centred = aft_mixers(report.model)[0].on_grid
     words = paragraph(
         'A position bias w multiplies the weight of a source by exp(w), independent of the image.'
         + ' The centre of a picture is the token itself.' * is_centred

@@ -9,7 +9,6 @@ from helpers import assert_close, randn
 from torch import nn
 
 from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
-from aft_vision.layers.frozen import freeze
 from aft_vision.ops import aten, reference
 
 GRID = (3, 4)
@@ -43,7 +42,7 @@ def randomized(mixer: nn.Module) -> nn.Module:
 @torch.no_grad()
 def test_a_frozen_mixer_gives_the_same(name: str, form: str):
     mixer = randomized(MAKERS[name]()).double()
-    frozen = freeze(mixer, GRID, form)
+    frozen = mixer.freeze(GRID, form)
     x, mask = randn(2, 12, 8), torch.arange(12).expand(2, -1) < 7
     assert_close(frozen(x, GRID), mixer(x, GRID), 1e-12)
     assert_close(frozen(x, GRID, mask), mixer(x, GRID, mask), 1e-12)
@@ -55,7 +54,7 @@ def test_a_frozen_mixer_gives_the_same(name: str, form: str):
 def test_freezing_leaves_the_mixer_as_it_is(name: str, form: str):
     mixer, x = randomized(MAKERS[name]()), randn(2, 12, 8).float()
     expected, state = mixer(x, GRID), copy.deepcopy(mixer.state_dict())
-    for parameter in freeze(mixer, GRID, form).parameters():
+    for parameter in mixer.freeze(GRID, form).parameters():
         parameter.zero_()
     for key, value in mixer.state_dict().items():
         assert value.dtype == state[key].dtype, key
@@ -65,7 +64,7 @@ def test_freezing_leaves_the_mixer_as_it_is(name: str, form: str):
 
 
 def test_a_frozen_mixer_keeps_its_constants_in_float32():
-    frozen = freeze(randomized(AFTConv(8, num_heads=2, kernel_size=5)), GRID)
+    frozen = randomized(AFTConv(8, num_heads=2, kernel_size=5)).freeze(GRID)
     assert {x.dtype for x in frozen.state_dict().values()} == {torch.float32}
     assert [name for name in frozen.state_dict() if 'kernel' in name] == []
 
@@ -74,7 +73,7 @@ def test_a_frozen_mixer_keeps_its_constants_in_float32():
 @torch.no_grad()
 def test_a_form_for_every_grid_serves_another_one(name: str):
     mixer = randomized(MAKERS[name]()).double()
-    frozen = freeze(mixer, GRID)
+    frozen = mixer.freeze(GRID)
     assert_close(frozen(randn(2, 35, 8), (5, 7)), mixer(randn(2, 35, 8), (5, 7)), 1e-12)
 
 
@@ -91,8 +90,8 @@ def test_the_matrix_form_loses_no_digits_where_the_bias_is_very_negative():
 
 def test_what_cannot_be_frozen_is_rejected():
     with pytest.raises(ValueError, match="form must be one of conv, matmul, got 'fft'"):
-        freeze(AFTConv(8), GRID, 'fft')
+        AFTConv(8).freeze(GRID, 'fft')
     with pytest.raises(ValueError, match="form='matmul' needs the token grid"):
-        freeze(AFTConv(8), None, 'matmul')
+        AFTConv(8).freeze(None, 'matmul')
     with pytest.raises(ValueError, match='got a causal AFTFull, which has no aten form'):
-        freeze(AFTFull(8, num_tokens=12, causal=True), None)
+        AFTFull(8, num_tokens=12, causal=True).freeze(None)

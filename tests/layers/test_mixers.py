@@ -28,6 +28,7 @@ from aft_vision.layers import (
     AxisBias,
     create_mixer,
     position_bias,
+    register_mixer,
 )
 from aft_vision.ops import reference
 
@@ -178,12 +179,12 @@ def test_a_fresh_aft_conv_is_aft_simple(kind: type[AFTMixer]):
 
 
 @pytest.mark.parametrize('name', ['conv', 'conv_raw', 'conv_gumbel'])
-def test_the_evaluated_kernel_gives_the_output_of_evaluation(name):
+def test_the_evaluated_bias_gives_the_output_of_evaluation(name):
     mixer = randomized(MAKERS[name](dtype=torch.float64)).eval()
     plain = randomized(MAKERS['conv_raw'](dtype=torch.float64)).eval()
     plain.load_state_dict({key: x for key, x in mixer.state_dict().items() if key in plain.state_dict()})
     with torch.no_grad():
-        plain.kernel.weight.copy_(mixer.evaluated_kernel())
+        plain.kernel.weight.copy_(mixer.evaluated_bias())
     x = randn(2, 12, 8)
     assert_close(mixer(x, GRID), plain(x, GRID), 1e-12)
 
@@ -325,7 +326,7 @@ def test_writing_to_a_returned_bias_does_not_change_the_mixer(name: str, fused: 
     if isinstance(mixer, AFTConv | AFTAxial):
         returned += [mixer.kernel()]
     if isinstance(mixer, AFTConv):
-        returned += [mixer.evaluated_kernel()]
+        returned += [mixer.evaluated_bias()]
     for bias in returned:
         bias.zero_()
     assert torch.equal(call(mixer, x), expected[0])
@@ -768,3 +769,19 @@ REJECTED = [
 def test_a_wrong_argument_is_named(error: type[Exception], call: Callable[[], object], message: str):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_mixer_whose_biases_no_picture_can_read_is_not_registered():
+    class Unread(AFTMixer):
+        name, bias_names = 'unread', ('bias',)
+
+    with pytest.raises(ValueError, match=r'Unread has position biases, bias: it must define learned_bias\(\)'):
+        register_mixer(Unread)
+
+
+def test_two_mixers_of_one_name_are_not_registered():
+    class Simpler(AFTSimple):
+        name = 'simple'
+
+    with pytest.raises(ValueError, match="the mixer 'simple' is registered: AFTSimple; choose another name"):
+        register_mixer(Simpler)

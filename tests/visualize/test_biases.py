@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from aft_vision import ops
-from aft_vision.layers import AFTMixer, create_mixer
+from aft_vision.layers import create_mixer
 from aft_vision.models import create_decoder
 from aft_vision.models.harden import harden
 from aft_vision.ops import reference
@@ -15,7 +15,6 @@ from aft_vision.visualize import (
     bias_rows,
     bias_statistics,
     draw_position_biases,
-    mixer_bias,
     position_biases,
     save_figure,
 )
@@ -95,11 +94,6 @@ def test_a_model_without_biases_is_rejected(name):
 def test_fewer_than_one_head_is_rejected():
     with pytest.raises(ValueError, match='expected to draw at least one of 4, got 0'):
         draw_position_biases(make_model('conv'), max_heads=0)
-
-
-def test_a_mixer_of_an_unknown_kind_is_rejected():
-    with pytest.raises(ValueError, match='position bias is known, got AFTMixer'):
-        mixer_bias(AFTMixer(8, 8))
 
 
 @pytest.mark.parametrize('global_context', [True, False])

@@ -200,7 +200,7 @@ def layer_candidates(layers: dict[str, Callable[[], nn.Module]], shape: Size, de
         x = draw(*shape).to(device).requires_grad_(training)
         if not training:
             layer = deploy(layer)
-        rest = (grid_of(shape[1]),) if isinstance(layer, AFTConv) else ()
+        rest = (grid_of(shape[1]),) if getattr(layer, 'on_grid', False) else ()
         return Prepared(lambda: layer(x, *rest), [x, *layer.parameters()])
 
     return next_to_the_paper([Candidate(name, partial(prepare, name)) for name in layers])
