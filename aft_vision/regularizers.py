@@ -14,7 +14,8 @@ from timm.models import get_model_args
 from torch import Tensor, nn
 
 from aft_vision import ops
-from aft_vision.layers import AFTConv, StandardizedKernel, aft_mixers
+from aft_vision.layers import AFTConv, StandardizedKernel, mixers_of
+from aft_vision.layers.mixers import flat_arguments
 
 
 def conv_mixers(model: nn.Module) -> list[AFTConv]:
@@ -23,7 +24,7 @@ def conv_mixers(model: nn.Module) -> list[AFTConv]:
     Raises:
         ValueError: there are none.
     """
-    mixers = aft_mixers(model, AFTConv)
+    mixers = mixers_of(model, AFTConv)
     if not mixers:
         raise ValueError(f'expected a model with AFT-conv kernels, got a {type(model).__name__} without any')
     return mixers
@@ -198,7 +199,9 @@ def crop(model: nn.Module) -> nn.Module:
 
 def _raw_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     # From these timm builds a model with raw kernels.
-    kept = {name: x for name, x in arguments.items() if name not in ('gumbel', 'tau', 'straight_through')}
+    kept = {
+        name: x for name, x in flat_arguments(arguments).items() if name not in ('gumbel', 'tau', 'straight_through')
+    }
     return {**kept, 'standardize_kernel': False}
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from aft_vision.commandline import say
 from aft_vision.data import NativeShape
 from aft_vision.data.ranges import Range, check_range
+from aft_vision.layers.mixers import MIXERS, mixer_arguments
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
@@ -301,10 +302,10 @@ def model_schema(module: str = 'aft_vision') -> type:
 
     classes: tuple[type, ...] = (VisionTransformer, AFTVisionTransformer)
     if module in VIT_MODULES:
-        classes = (VisionTransformer,)
-    elif module == AFTPyramid.__module__:
+        return _schema((VisionTransformer,), WEIGHT_KEYS, RESERVED_MODEL_KEYS)
+    if module == AFTPyramid.__module__:
         classes = (AFTPyramid,)
-    return _schema(classes, WEIGHT_KEYS, RESERVED_MODEL_KEYS)
+    return _schema(classes, {**mixer_arguments(), **WEIGHT_KEYS}, RESERVED_MODEL_KEYS)
 
 
 def decoder_schema() -> type:
@@ -314,7 +315,8 @@ def decoder_schema() -> type:
 
 def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[str, str]) -> type:
     """Return the keyword arguments of classes, and more, as a dataclass; types unknown to OmegaConf become Any."""
-    arguments, meanings = dict(more), {**WEIGHT_MEANINGS, **meanings_of(*classes)}
+    of_mixers = {name: text for name, text in meanings_of(*MIXERS.values()).items() if name in mixer_arguments()}
+    arguments, meanings = dict(more), {**WEIGHT_MEANINGS, **of_mixers, **meanings_of(*classes)}
     for cls in classes:
         hints = typing.get_type_hints(typing.cast(Any, cls).__init__)
         for parameter in inspect.signature(cls).parameters.values():

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from aft_vision.layers import AFTConv, aft_mixers
+from aft_vision.layers import AFTConv, mixers_of
 from aft_vision.regularizers import kernel_entropy, layer_entropies
 from train.schema import RegularizeConfig
 
@@ -23,7 +23,7 @@ class KernelRegularization:
 
     def __init__(self, model: nn.Module, config: RegularizeConfig, updates: int) -> None:
         self.model, self.weight, self.tau_end, self.updates = model, config.kernel_entropy, config.tau_end, updates
-        mixers = aft_mixers(model, AFTConv)
+        mixers = mixers_of(model, AFTConv)
         self.sampled = [mixer for mixer in mixers if mixer.gumbel]
         self.first_tau = [mixer.tau for mixer in self.sampled]
         if self.weight > 0 and not mixers:

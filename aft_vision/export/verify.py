@@ -10,7 +10,7 @@ import torch
 from timm.models import get_model_input_config
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTConv, aft_mixers
+from aft_vision.layers import AFTConv, mixers_of
 from aft_vision.sizes import resize_model
 
 Size = tuple[int, int]
@@ -120,7 +120,7 @@ def _cases(model: nn.Module, shape: Shape) -> list[tuple[int, Size]]:
         return [(batch, shape.size) for batch in sorted(set(batches))]
     (height, width), least = grid_steps(model)
     rows, columns = shape.size[0] // height, shape.size[1] // width
-    kernels = [mixer.kernel.weight.shape[-1] for mixer in aft_mixers(model, AFTConv)]
+    kernels = [mixer.kernel.weight.shape[-1] for mixer in mixers_of(model, AFTConv)]
     largest = max([rows, columns, *kernels])
     grids = [(rows, columns), (max(rows // 2, least), columns + 1), (largest + 2, largest + 1)]
     sizes = [(y * height, x * width) for y, x in grids]

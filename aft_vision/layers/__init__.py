@@ -10,8 +10,11 @@ from aft_vision.layers.mixers import (
     AFTMixer,
     AFTOnehot,
     AFTSimple,
+    GridMixer,
+    PairMixer,
     aft_mixers,
     create_mixer,
+    mixers_of,
     register_mixer,
 )
 from aft_vision.layers.position_bias import AxisBias, FactorizedBias, PairwiseBias, StandardizedKernel

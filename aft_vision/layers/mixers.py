@@ -8,7 +8,7 @@ custom operators; the causal mixers have no aten form.
 import copy
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 import torch
@@ -115,10 +115,10 @@ class AFTMixer(nn.Module):
         """Return the arguments of the class and its bases, in the order of the bases, with their types."""
         found: dict[str, Any] = {}
         for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
-            hints = typing.get_type_hints(base.__init__)
-            for parameter in list(inspect.signature(base).parameters.values()):
-                if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                    found[parameter.name] = hints.get(parameter.name, Any)
+            init: Any = vars(base).get('__init__')
+            if init is not None:
+                hints, own = typing.get_type_hints(init), inspect.signature(init).parameters
+                found |= {name: hints.get(name, Any) for name in own if name not in ('self', 'kwargs')}
         return found
 
     @classmethod
@@ -208,6 +208,28 @@ class AFTMixer(nn.Module):
         if self.query_gate:
             return parts[0], parts[1], parts[2]
         return None, parts[0], parts[1]
+
+
+# Mixers of images by their names.
+MIXERS: dict[str, type[AFTMixer]] = {}
+Kind = TypeVar('Kind', bound=type[AFTMixer])
+
+
+def register_mixer(kind: Kind) -> Kind:
+    """Register a class of mixers, so that models take `mixer=NAME` and the arguments of its constructor.
+
+    Raises:
+        ValueError: another class has its name, or it has position biases that pictures and reports cannot read.
+    """
+    shown = [name for name in ('learned_bias', 'evaluated_bias') if getattr(kind, name) is not getattr(AFTMixer, name)]
+    if kind.bias_names and (not shown or kind.dense_bias is AFTMixer.dense_bias):
+        raise ValueError(
+            f'{kind.__name__} has position biases, {", ".join(kind.bias_names)}: it must define learned_bias() and '
+            'dense_bias(), which pictures and reports read'
+        )
+    if MIXERS.setdefault(kind.name, kind) is not kind:
+        raise ValueError(f'the mixer {kind.name!r} is registered: {MIXERS[kind.name].__name__}; choose another name')
+    return kind
 
 
 class GridMixer(AFTMixer):
@@ -340,6 +362,7 @@ class PairMixer(AFTMixer):
         return bias
 
 
+@register_mixer
 class AFTFull(PairMixer):
     """AFT-full token mixer with a learned bias for each pair of positions (AFT Eq. 2, AFT Eq. 7).
 
@@ -366,6 +389,7 @@ class AFTFull(PairMixer):
         return self.proj_drop(self.proj(y))
 
 
+@register_mixer
 class AFTLocal(PairMixer):
     """AFT-local token mixer: position biases inside a window of the sequence, none outside (AFT Eq. 4).
 
@@ -406,6 +430,7 @@ class AFTLocal(PairMixer):
         return {**super().describe(), 'window_size': self.position_bias.window}
 
 
+@register_mixer
 class AFTSimple(AFTMixer):
     """AFT-simple token mixer: one global, key-weighted mean, multiplied by a gate (AFT Eq. 5).
 
@@ -428,6 +453,7 @@ class AFTSimple(AFTMixer):
         return self.proj_drop(self.proj(y))
 
 
+@register_mixer
 class AFTConv(GridMixer):
     """AFT-conv token mixer: relative position biases shared over the grid (AFT Eq. 6, AFT Eq. 8).
 
@@ -527,6 +553,7 @@ class AFTConv(GridMixer):
         return self._output(y, v, grid, mask)
 
 
+@register_mixer
 class AFTOnehot(GridMixer):
     """AFT-conv with one biased offset per head: a global sum and one token of the grid (AFT Eq. 10).
 
@@ -588,6 +615,7 @@ class AFTOnehot(GridMixer):
         return self._output(y, v, grid, mask)
 
 
+@register_mixer
 class AFTAxial(GridMixer):
     """AFT-axial token mixer: position biases that are a sum over rows and columns (AFT Eq. 2, structured; ours).
 
@@ -701,30 +729,7 @@ def kernel_rows(kernel: Tensor, grid: tuple[int, int], targets: Tensor, outside:
 
 # Arguments that models give a mixer by themselves, or that are of causal models.
 GIVEN_BY_MODEL = ('num_tokens', 'grid', 'window', 'causal')
-# Mixers of images by their names.
-MIXERS: dict[str, type[AFTMixer]] = {}
-Kind = TypeVar('Kind', bound=type[AFTMixer])
 Mixer = TypeVar('Mixer', bound=AFTMixer)
-
-
-def register_mixer(kind: Kind) -> Kind:
-    """Register a class of mixers, so that models take `mixer=NAME` and the arguments of its constructor.
-
-    Raises:
-        ValueError: another class has its name, or it has position biases that pictures and reports cannot read.
-    """
-    if kind.bias_names and AFTMixer.dense_bias is kind.dense_bias:
-        raise ValueError(
-            f'{kind.__name__} has position biases, {", ".join(kind.bias_names)}: it must define learned_bias() and '
-            'dense_bias(), which pictures and reports read'
-        )
-    if MIXERS.setdefault(kind.name, kind) is not kind:
-        raise ValueError(f'the mixer {kind.name!r} is registered: {MIXERS[kind.name].__name__}; choose another name')
-    return kind
-
-
-for _kind in (AFTFull, AFTLocal, AFTSimple, AFTConv, AFTOnehot, AFTAxial):
-    register_mixer(_kind)
 
 
 def find_mixer(name: str) -> type[AFTMixer]:
@@ -736,6 +741,43 @@ def find_mixer(name: str) -> type[AFTMixer]:
     if name not in MIXERS:
         raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {name!r}')
     return MIXERS[name]
+
+
+def mixer_arguments() -> dict[str, Any]:
+    """Return the arguments that some of the registered mixers have, with their types; None leaves one out."""
+    found: dict[str, Any] = {}
+    for kind in MIXERS.values():
+        for name, hint in kind.arguments().items():
+            found[name] = found.get(name) | hint
+    return found
+
+
+def split_arguments(
+    name: str, flat: Mapping[str, Any], mixer_args: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the arguments of a model into those of its mixer, without those that are None, and all others.
+
+    Args:
+        name: of the mixer.
+        flat: arguments of the model.
+        mixer_args: further ones of the mixer, which replace those.
+
+    Raises:
+        TypeError: the mixer has no such argument.
+    """
+    taken, known = find_mixer(name).arguments(), mixer_arguments()
+    own = {**{each: value for each, value in flat.items() if each in known}, **(mixer_args or {})}
+    chosen = {each: value for each, value in own.items() if value is not None}
+    strange = sorted(chosen.keys() - taken.keys())
+    if strange:
+        raise TypeError(f'mixer={name!r} has no {", ".join(strange)}; it takes {", ".join(taken) or "none"}')
+    return chosen, {each: value for each, value in flat.items() if each not in known}
+
+
+def flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model with those of `mixer_args` among them."""
+    flat = {name: value for name, value in arguments.items() if name != 'mixer_args'}
+    return {**flat, **(arguments.get('mixer_args') or {})}
 
 
 def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
@@ -753,6 +795,11 @@ def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
     return find_mixer(name)(dim, **kwargs)
 
 
-def aft_mixers(model: nn.Module, kind: type[Mixer] = AFTMixer) -> list[Mixer]:  # type: ignore[assignment]
-    """Return the AFT mixers of a model, or those of a class, in the order of its layers."""
+def mixers_of(model: nn.Module, kind: type[Mixer]) -> list[Mixer]:
+    """Return the mixers of a class in a model, in the order of its layers."""
     return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def aft_mixers(model: nn.Module) -> list[AFTMixer]:
+    """Return the AFT mixers of a model in the order of its layers."""
+    return mixers_of(model, AFTMixer)

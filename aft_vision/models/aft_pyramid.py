@@ -12,7 +12,7 @@ Importing this module registers the `aft_pyramid_*` models.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import init_weights_vit_timm
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTBlock, fix_trained_size
+from aft_vision.layers import AFTBlock, aft_mixers, fix_trained_size
+from aft_vision.layers.mixers import find_mixer, split_arguments
 from aft_vision.models.aft_vit import pool_tokens
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 
@@ -43,6 +44,8 @@ STRIDE = 32
 STRIDES = (2, 4, 8, 16)
 # Stages of convolutions; those after them mix tokens.
 CONV_STAGES = 2
+# Of the mixers that have them, in the last two stages.
+DEFAULT_SIZES = {'num_heads': 16, 'window_size': (14, 7)}
 
 
 class ConvStage(nn.Module):
@@ -69,7 +72,7 @@ class ConvStage(nn.Module):
 
 
 class AFTStage(nn.Module):
-    """A fused MBConv that halves the map, then blocks of AFT-axial or softmax attention.
+    """A fused MBConv that halves the map, then blocks of a mixer of a grid or softmax attention.
 
     Args:
         downsample: of maps (B, C, H, W).
@@ -110,8 +113,10 @@ class AFTPyramid(nn.Module):
         depths: blocks of the stages; the first one of a convolution stage halves the map, the others have a further
             convolution for that.
         expand_ratio: channels within a fused MBConv divided by those of its input.
-        num_heads: heads of AFT-axial in the last two stages, one number or two.
-        window_size: its s there, likewise, in tokens: distances below s have a bias.
+        mixer: of the last two stages, one of a grid: 'axial', 'conv' or a name of `aft_vision.layers.register_mixer`.
+        mixer_args: arguments of its class in both stages, by name; each is also an argument of the model.
+        num_heads: heads of the mixer in the last two stages, one number or two; 16 by default.
+        window_size: s of AFT-axial there, likewise, in tokens: distances below s have a bias; 14 and 7 by default.
         mlp_ratio: hidden width of their MLPs divided by the width.
         query_gate: False removes W_q and the sigmoid (Table 12).
         qkv_bias: biases on queries, keys and values.
@@ -119,16 +124,19 @@ class AFTPyramid(nn.Module):
         resample_bias: True stretches them over a grid of another size; else distances from s on have no bias.
         local_conv: True adds a 3 x 3 depthwise convolution of the values to AFT-axial's result.
         attention_blocks: blocks of the last two stages with timm's softmax attention, C / 64 heads, in place of
-            AFT-axial; counted from 0 through `depths`.
+            the mixer; counted from 0 through `depths`.
         init_values: initial value of layer scale in these stages; None leaves it out.
         head_hidden_size: width of a hidden layer of the classifier; None has none.
         act_layer: activation of all blocks, by timm's names.
         drop_rate: dropout rate before the classifier.
         proj_drop_rate: dropout rate of the blocks of the last two stages.
         drop_path_rate: stochastic-depth rate of the last block; it grows linearly from 0.
+        kwargs: of the mixer.
 
     Raises:
-        ValueError: there are not four dims and depths, or `attention_blocks` has an index of another stage.
+        ValueError: there are not four dims and depths, the mixer is not one of a grid, or `attention_blocks` has an
+            index of another stage.
+        TypeError: the mixer has no such argument.
     """
 
     def __init__(
@@ -140,14 +148,13 @@ class AFTPyramid(nn.Module):
         dims: Sequence[int] = (32, 64, 128, 256),
         depths: Sequence[int] = (1, 1, 2, 6),
         expand_ratio: float = 4.0,
-        num_heads: int | Sequence[int] = 16,
-        window_size: int | Sequence[int] = (14, 7),
+        mixer: str = 'axial',
+        mixer_args: Mapping[str, Any] | None = None,
+        num_heads: int | Sequence[int] | None = None,
+        window_size: int | Sequence[int] | None = None,
         mlp_ratio: float = 4.0,
         query_gate: bool = True,
         qkv_bias: bool = True,
-        standardize_kernel: bool = True,
-        resample_bias: bool = False,
-        local_conv: bool = False,
         attention_blocks: Sequence[int] | None = None,
         init_values: float | None = None,
         head_hidden_size: int | None = None,
@@ -157,11 +164,13 @@ class AFTPyramid(nn.Module):
         drop_path_rate: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         attention_blocks = attention_blocks or ()
         _check_arguments(dims, depths, num_heads, window_size, attention_blocks)
+        stage_args = _mixer_arguments(mixer, mixer_args, {'num_heads': num_heads, 'window_size': window_size}, kwargs)
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.stride = STRIDE
         # Positions of the last map per position of a mask, along a side: more than one after a stage was removed.
@@ -171,10 +180,8 @@ class AFTPyramid(nn.Module):
         conv = partial(EdgeResidual, exp_ratio=expand_ratio, act_layer=act_layer, **dd)
         block_args: dict[str, Any] = dict(mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, init_values=init_values, **dd)
         block_args |= dict(proj_drop=proj_drop_rate, act_layer=get_act_layer(act_layer))
-        axial_args: dict[str, Any] = dict(query_gate=query_gate, standardize_kernel=standardize_kernel)
-        axial_args |= dict(resample_bias=resample_bias, local_conv=local_conv)
-        axes = list(zip(to_2tuple(num_heads), to_2tuple(window_size), strict=True))
-        make_block = _BlockFactory(attention_blocks, axes, axial_args, block_args)
+        stage_args = [dict(args, mixer=mixer, query_gate=query_gate) for args in stage_args]
+        make_block = _BlockFactory(attention_blocks, stage_args, block_args)
         rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         self.stages = _make_stages((stem_dim, *dims), rates, conv, make_block)
         self.feature_info: list[dict[str, Any]] = [
@@ -202,7 +209,7 @@ class AFTPyramid(nn.Module):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return the position biases, which timm exempts as relative-position tables."""
-        return {'stages.*.blocks.*.attn.row_bias.*', 'stages.*.blocks.*.attn.column_bias.*'}
+        return {f'stages.*.blocks.*.attn.{name}' for mixer in aft_mixers(self) for name in mixer.bias_names}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -331,26 +338,23 @@ class AFTPyramid(nn.Module):
 
 
 class _BlockFactory(NamedTuple):
-    """Builds the blocks of the last two stages: AFT-axial, or softmax attention.
+    """Builds the blocks of the last two stages: a mixer, or softmax attention.
 
     Attributes:
         attention_blocks: blocks with softmax attention, counted from 0 through all stages.
-        axes: num_heads and window_size of AFT-axial in each of the two stages.
-        axial_args: further arguments of AFT-axial.
+        mixer_args: the mixer and its arguments in each of the two stages.
         block_args: arguments of either block.
     """
 
     attention_blocks: Sequence[int]
-    axes: Sequence[tuple[int, int]]
-    axial_args: dict[str, Any]
+    mixer_args: Sequence[dict[str, Any]]
     block_args: dict[str, Any]
 
     def __call__(self, dim: int, stage: int, place: int, drop_path: float) -> AFTBlock | AttentionBlock:
         block_args = dict(self.block_args, drop_path=drop_path)
         if place in self.attention_blocks:
             return AttentionBlock(dim, attention_heads(dim), **block_args)
-        heads, window = self.axes[stage - CONV_STAGES]
-        return AFTBlock(dim, 'axial', num_heads=heads, window_size=window, **self.axial_args, **block_args)
+        return AFTBlock(dim, **self.mixer_args[stage - CONV_STAGES], **block_args)
 
 
 def _make_stages(
@@ -385,16 +389,35 @@ def _make_stages(
 def _check_arguments(
     dims: Sequence[int],
     depths: Sequence[int],
-    num_heads: int | Sequence[int],
-    window_size: int | Sequence[int],
+    num_heads: int | Sequence[int] | None,
+    window_size: int | Sequence[int] | None,
     attention_blocks: Sequence[int],
 ) -> None:
     if not len(dims) == len(depths) == len(STRIDES):
         raise ValueError(f'dims and depths must have {len(STRIDES)} numbers each, got {tuple(dims)}, {tuple(depths)}')
     check_attention_blocks(attention_blocks, range(sum(depths[:CONV_STAGES]), sum(depths)))
     for name, given in (('num_heads', num_heads), ('window_size', window_size)):
-        if not isinstance(given, int) and len(given) != 2:
+        if given is not None and not isinstance(given, int) and len(given) != 2:
             raise ValueError(f'{name} must be one number, or two for the last two stages, got {tuple(given)}')
+
+
+def _mixer_arguments(
+    mixer: str, mixer_args: Mapping[str, Any] | None, sizes: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    # Those of each of the two stages; a size may be two numbers.
+    kind = find_mixer(mixer)
+    if not kind.on_grid:
+        raise ValueError(f'a pyramid needs a mixer of a grid, such as axial or conv, got mixer={mixer!r}')
+    own = {name: size for name, size in DEFAULT_SIZES.items() if name in kind.arguments()}
+    own |= {name: size for name, size in sizes.items() if size is not None}
+    found = []
+    for stage in range(2):
+        of_stage = {name: to_2tuple(size)[stage] for name, size in own.items()}
+        chosen, others = split_arguments(mixer, {**kwargs, **of_stage}, mixer_args)
+        if others:
+            raise TypeError(f'AFTPyramid has no {", ".join(others)}')
+        found.append(chosen)
+    return found
 
 
 # The functions of a mask are leaves for FX, which cannot branch on whether a traced argument is None.

@@ -31,7 +31,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from aft_vision.layers import AFTBlock, AFTPatchEmbed, aft_mixers, fix_trained_size
-from aft_vision.layers.mixers import MIXERS
+from aft_vision.layers.mixers import AFTMixer, find_mixer, split_arguments
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
@@ -47,20 +47,6 @@ IMAGENETTE = (
     *('n01440764', 'n02102040', 'n02979186', 'n03000684', 'n03028079'),
     *('n03394916', 'n03417042', 'n03425413', 'n03445777', 'n03888257'),
 )
-# Arguments of the model that only some mixers have.
-MIXER_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    'conv': (
-        *('num_heads', 'local_conv', 'kernel_size', 'standardize_kernel', 'global_context'),
-        *('gumbel', 'tau', 'straight_through'),
-    ),
-    'onehot': ('num_heads', 'local_conv', 'kernel_size'),
-    'axial': ('num_heads', 'local_conv', 'window_size', 'standardize_kernel', 'resample_bias'),
-    'full': ('factorize_bias', 'bias_dim'),
-    'local': ('window_size', 'factorize_bias', 'bias_dim'),
-    'simple': (),
-}
-# Mixers on a grid of any size, without class token and position embedding.
-GRID_MIXERS = ('conv', 'onehot', 'axial')
 
 
 class AFTVisionTransformer(VisionTransformer):
@@ -77,8 +63,10 @@ class AFTVisionTransformer(VisionTransformer):
         global_pool: as in timm; None means 'token' with a class token, else 'avg'.
         num_heads: heads h of the mixers of a grid, which divide embed_dim; None means one per channel. The other mixers
             have one bias for all channels, and take no other number than 1.
-        mixer: 'conv', 'full', 'local', 'simple', 'axial' (ours) or 'onehot', which `aft_vision.models.harden` makes of
-            a Gumbel-trained 'conv'.
+        mixer: 'conv', 'full', 'local', 'simple', 'axial' (ours), 'onehot', which `aft_vision.models.harden` makes of
+            a Gumbel-trained 'conv', or a name of `aft_vision.layers.register_mixer`.
+        mixer_args: arguments of the mixer's class by name. Each is also an argument of the model; those of the paper's
+            mixers, and of ours, are below.
         class_token: None is False with mixers of a grid, where it is not possible, else True.
         pos_embed: as timm; None is 'none' with mixers of a grid, else 'learn'.
         fc_norm: as timm; None is False with mixers of a grid (the final norm comes before pooling), else timm's rule.
@@ -97,7 +85,7 @@ class AFTVisionTransformer(VisionTransformer):
             bias.
         local_conv: True adds a 3 x 3 depthwise convolution of the values to the result of a mixer of a grid.
         attention_blocks: indices of blocks with timm's softmax attention, embed_dim / 64 heads, in place of the mixer.
-        kwargs: of timm's VisionTransformer.
+        kwargs: of the mixer, and of timm's VisionTransformer.
 
     Raises:
         TypeError: an argument that is unknown or not supported by the mixer.
@@ -116,37 +104,27 @@ class AFTVisionTransformer(VisionTransformer):
         embed_dim: int = 384,
         num_heads: int | None = None,
         mixer: str = 'conv',
+        mixer_args: Mapping[str, Any] | None = None,
         class_token: bool | None = None,
         pos_embed: str | None = None,
         fc_norm: bool | None = None,
         dynamic_img_size: bool = False,
         query_gate: bool = True,
-        kernel_size: int | None = None,
-        standardize_kernel: bool | None = None,
-        global_context: bool | None = None,
-        gumbel: bool | None = None,
-        tau: float | None = None,
-        straight_through: bool | None = None,
-        window_size: int | tuple[int, int] | None = None,
-        factorize_bias: bool | None = None,
-        bias_dim: int | None = None,
-        resample_bias: bool | None = None,
-        local_conv: bool | None = None,
         attention_blocks: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        on_grid = mixer in GRID_MIXERS
+        kind = find_mixer(mixer)
+        on_grid, has_positions = kind.on_grid, kind.depends_on_positions()
         class_token = (not on_grid) if class_token is None else class_token
-        _check_arguments(mixer, num_heads, class_token, dynamic_img_size, kwargs)
+        _check_arguments(kind, num_heads, class_token, dynamic_img_size, kwargs)
         attention_blocks = attention_blocks or ()
         check_attention_blocks(attention_blocks, range(kwargs.get('depth', 12)))
-        conv_args = dict(kernel_size=kernel_size, standardize_kernel=standardize_kernel, global_context=global_context)
-        gumbel_args = dict(gumbel=gumbel, tau=tau, straight_through=straight_through)
-        bias_args = dict(window_size=window_size, factorize_bias=factorize_bias, bias_dim=bias_dim)
-        grid_args = dict(resample_bias=resample_bias, local_conv=local_conv, num_heads=num_heads if on_grid else None)
-        mixer_args = _mixer_arguments(mixer, **conv_args, **gumbel_args, **bias_args, **grid_args)
-        if mixer in ('full', 'local'):
-            mixer_args |= _token_arguments(img_size, patch_size, int(class_token) + kwargs.get('reg_tokens', 0))
+        heads = {'num_heads': num_heads} if 'num_heads' in kind.arguments() else {}
+        chosen, kwargs = split_arguments(mixer, {**kwargs, **heads}, mixer_args)
+        block_args: dict[str, Any] = {'mixer': mixer, 'query_gate': query_gate, **chosen}
+        has_tokens = 'num_tokens' in kind.parameters_of_init()
+        if has_tokens:
+            block_args |= _token_arguments(img_size, patch_size, int(class_token) + kwargs.get('reg_tokens', 0))
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -158,27 +136,21 @@ class AFTVisionTransformer(VisionTransformer):
             fc_norm=False if on_grid and fc_norm is None else fc_norm,
             dynamic_img_size=on_grid or dynamic_img_size,
             # timm passes the arguments of attention to a block; add those of the mixer.
-            block_fn=_BlockFactory({'mixer': mixer, 'query_gate': query_gate, **mixer_args}, attention_blocks),  # type: ignore[arg-type]
+            block_fn=_BlockFactory(block_args, attention_blocks),  # type: ignore[arg-type]
             **{'embed_layer': AFTPatchEmbed, **kwargs},
         )
         # A fixed grid is not passed, so that a fixed model's graph has constant position biases.
-        self.passes_grid = self.dynamic_img_size and mixer != 'simple'
+        self.passes_grid = self.dynamic_img_size and has_positions
         self.drops_patches = kwargs.get('patch_drop_rate', 0.0) > 0
-        self.resamples = self.dynamic_img_size and (self.pos_embed is not None or mixer in ('full', 'local'))
+        self.resamples = self.dynamic_img_size and (self.pos_embed is not None or has_tokens)
         # With a mask, a padded image has the tokens of the image alone, unless biases are stretched over the grid.
-        self.pads_exactly = on_grid and not resample_bias
+        self.pads_exactly = on_grid and not chosen.get('resample_bias')
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Return timm's position parameters and the position biases, which timm exempts as relative-position tables."""
-        return {
-            *super().no_weight_decay(),
-            'blocks.*.attn.position_bias.*',
-            'blocks.*.attn.kernel.*',
-            'blocks.*.attn.row_bias.*',
-            'blocks.*.attn.column_bias.*',
-            'blocks.*.attn.weight',
-        }
+        biases = {f'blocks.*.attn.{name}' for mixer in aft_mixers(self) for name in mixer.bias_names}
+        return super().no_weight_decay() | biases
 
     def set_input_size(
         self,
@@ -477,34 +449,24 @@ class _BlockFactory:
 
 
 def _check_arguments(
-    mixer: str, num_heads: int | None, class_token: bool, dynamic_img_size: bool, kwargs: dict[str, Any]
+    kind: type[AFTMixer], num_heads: int | None, class_token: bool, dynamic_img_size: bool, kwargs: dict[str, Any]
 ) -> None:
     for name in ('block_fn', 'attn_layer'):
         if name in kwargs:
             raise TypeError(f'{name} is an argument of attention; choose the mixer by `mixer`')
-    if mixer not in MIXERS:
-        raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {mixer!r}')
-    if mixer in GRID_MIXERS and (class_token or kwargs.get('reg_tokens', 0)):
+    mixer = kind.name
+    if kind.on_grid and (class_token or kwargs.get('reg_tokens', 0)):
         raise ValueError(f'mixer={mixer!r} works on a grid and does not support class_token and reg_tokens')
-    if mixer not in GRID_MIXERS and num_heads not in (None, 1):
+    if 'num_heads' not in kind.arguments() and num_heads not in (None, 1):
         raise ValueError(
             f'mixer={mixer!r} has one position bias for all channels: num_heads must be 1, got {num_heads}'
         )
-    if mixer not in GRID_MIXERS and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
+    if not kind.on_grid and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
         raise ValueError(
             'dynamic_img_pad=True needs dynamic_img_size=True, because the position embedding has a fixed size'
         )
-    if mixer != 'simple' and kwargs.get('patch_drop_rate', 0.0):
+    if kind.depends_on_positions() and kwargs.get('patch_drop_rate', 0.0):
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
-
-
-def _mixer_arguments(mixer: str, **chosen: Any) -> dict[str, Any]:
-    given = {name: value for name, value in chosen.items() if value is not None}
-    taken = MIXER_ARGUMENTS.get(mixer, given)
-    strange = sorted(given.keys() - set(taken))
-    if strange:
-        raise TypeError(f'mixer={mixer!r} has no {", ".join(strange)}; it takes {", ".join(taken) or "none"}')
-    return given
 
 
 def _token_arguments(
@@ -537,6 +499,8 @@ def checkpoint_filter_fn(
     def resample(rows: Tensor, prefix: int) -> Tensor:
         return resample_rows(rows, model, patches, prefix, grid)
 
+    own_mixers = aft_mixers(model)
+    mixers: dict[str, Any] = {name: module for name, module in model.named_modules() if module in own_mixers}
     result = {}
     for name, value in state_dict.items():
         if name not in own:
@@ -547,10 +511,9 @@ def checkpoint_filter_fn(
         # As many tokens may be another grid.
         elif name == 'pos_embed' and value.shape[-1] == own[name].shape[-1]:
             value = resample(value[0], 0 if model.no_embed_class else model.num_prefix_tokens).unsqueeze(0)
-        elif name.endswith(('position_bias.u', 'position_bias.v')) and value.shape[-1] == own[name].shape[-1]:
-            value = resample(value, model.num_prefix_tokens)
-        elif name.endswith('position_bias.weight') and value.shape[0] == value.shape[1]:
-            value = resample(resample(value, model.num_prefix_tokens).t(), model.num_prefix_tokens).t()
+        elif (path := name.partition('.attn.'))[0] + '.attn' in mixers:
+            mixer = mixers[path[0] + '.attn']
+            value = mixer.resample(path[2], value, lambda rows: resample(rows, model.num_prefix_tokens))
         result[name] = value
     return result
 

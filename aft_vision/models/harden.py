@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from aft_vision import ops
 from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot, aft_mixers
+from aft_vision.layers.mixers import flat_arguments
 from aft_vision.models.aft_vit import AFTVisionTransformer
 
 
@@ -125,7 +126,9 @@ def _replace_mixers(
         block.attn.qkv, block.attn.proj, block.attn.proj_drop = old.qkv, old.proj, old.proj_drop
         block.attn.local_conv, block.attn.exportable = old.local_conv, old.exportable
         block.attn.train(old.training)
-    kept = {name: value for name, value in getattr(model, '_model_args', {}).items() if name not in left_out}
+    kept = {
+        name: value for name, value in flat_arguments(getattr(model, '_model_args', {})).items() if name not in left_out
+    }
     copied._model_args = kept | arguments
     return copied
 

@@ -1,6 +1,5 @@
 """The vision models: sizes, masks, resampling, compiled and exported forms."""
 
-import inspect
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import aft_vision
-from aft_vision.layers.mixers import MIXERS, AFTMixer
-from aft_vision.models.aft_vit import MIXER_ARGUMENTS, checkpoint_filter_fn, pool_tokens
+from aft_vision.models.aft_vit import checkpoint_filter_fn, pool_tokens
 from aft_vision.models.attention_block import AttentionBlock
 
 MODELS = timm.list_models(module='aft_vit')
@@ -528,14 +526,11 @@ def test_a_mask_of_patches_that_training_drops_is_an_error():
         model(patches)
 
 
-@pytest.mark.parametrize('mixer', MIXERS)
-def test_the_arguments_of_each_mixer_are_those_of_its_class(mixer: str):
-    classes = MIXERS[mixer].__mro__[: MIXERS[mixer].__mro__.index(AFTMixer)]
-    taken = {name for each in classes for name in inspect.signature(each).parameters}
-    of_every_mixer = {'dim', 'device', 'dtype', 'kwargs'}
-    # The model knows the tokens and their grid, and is not causal.
-    of_tokens = {'num_tokens', 'grid', 'window', 'causal'}
-    assert set(MIXER_ARGUMENTS[mixer]) == taken - of_every_mixer - of_tokens
+def test_arguments_of_a_mixer_are_those_of_the_model_or_a_dict():
+    sizes = dict(num_heads=4, kernel_size=3, standardize_kernel=False)
+    flat, nested = make('aft_conv_tiny', **sizes), make('aft_conv_tiny', mixer_args=sizes)
+    nested.load_state_dict(flat.state_dict())
+    assert torch.equal(nested(images(32, 32)), flat(images(32, 32)))
 
 
 @pytest.mark.parametrize('form', ['scripted', 'int8', 'extra state', 'hook'])
@@ -611,6 +606,11 @@ REJECTED = [
         "mixer='conv' has no bias_dim, resample_bias; it takes num_heads, local_conv, kernel_size, ",
     ),
     (TypeError, lambda: timm.create_model('aft_simple_tiny', window_size=3), 'no window_size; it takes none'),
+    (
+        TypeError,
+        lambda: timm.create_model('aft_full_tiny', mixer_args={'width': 3}),
+        "mixer='full' has no width; it takes factorize_bias, bias_dim",
+    ),
     (ValueError, lambda: timm.create_model('aft_conv_tiny', mixer='attention'), "mixer must be one of full, .*'atten"),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', factorize_bias=False), 'factorize_bias'),
     (TypeError, lambda: timm.create_model('aft_conv_tiny', qk_norm=True), 'qk_norm is an argument of attention'),

@@ -174,6 +174,13 @@ def test_a_saved_one_hot_model_is_loaded_by_timm(tmp_path):
     assert torch.equal(restored(images(48, 80)), hard(images(48, 80)))
 
 
+def test_arguments_in_a_dict_of_the_mixer_are_hardened():
+    model = timm.create_model('aft_conv_tiny', embed_dim=24, depth=1, mixer_args=dict(num_heads=6, gumbel=True))
+    hard = harden(model)
+    assert hard._model_args == dict(embed_dim=24, depth=1, num_heads=6, mixer='onehot')
+    timm.create_model('aft_conv_tiny', **hard._model_args).load_state_dict(hard.state_dict())
+
+
 def test_a_model_that_timm_did_not_create_is_hardened():
     torch.manual_seed(0)
     model = AFTVisionTransformer(mixer='conv', gumbel=True, **SMALL).eval()
