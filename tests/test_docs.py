@@ -35,6 +35,7 @@ from aft_vision.fastformer import (
     FastformerForSequenceClassification,
 )
 from aft_vision.fastformer.tokenize import train_tokenizer
+from aft_vision.layers.mixers import MIXERS
 from aft_vision.models.checkpoint import load_model
 from train.arguments import parse_args
 from train.char import CharConfig
@@ -208,17 +209,18 @@ def names_at_hand(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def encoders():
-    """Return what an example registers is gone after it."""
-    before = dict(ENCODERS)
+def registries():
+    """Remove after an example what it has registered."""
+    before = [(registry, dict(registry)) for registry in (ENCODERS, MIXERS)]
     yield
-    ENCODERS.clear()
-    ENCODERS.update(before)
+    for registry, kept in before:
+        registry.clear()
+        registry.update(kept)
 
 
 @pytest.mark.parametrize('name', [name for name in DOCUMENTS if blocks(name, 'python')])
 @pytest.mark.filterwarnings('ignore:NLTK has no punkt_tab')
-@pytest.mark.usefixtures('encoders')
+@pytest.mark.usefixtures('registries')
 def test_the_examples_in_python_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     FURNITURE.get(name, lambda: None)()
