@@ -273,11 +273,11 @@ class GridMixer(AFTMixer):
         assert grid is not None
         return kernel_rows(kernel, grid, targets, self._bias_outside())
 
-    def _kernel_on(self, grid: tuple[int, int] | None) -> Tensor | None:
-        return self.evaluated_bias()
-
     def _bias_outside(self) -> float:
         return 0.0
+
+    def _kernel_on(self, grid: tuple[int, int] | None) -> Tensor | None:
+        return self.evaluated_bias()
 
     def describe(self) -> dict[str, Any]:
         return {'num_heads': self.split_sizes[-2], 'local_conv': self.local_conv is not None}
@@ -345,8 +345,8 @@ class PairMixer(AFTMixer):
         return self.position_bias()[None]
 
     def dense_bias(self, grid: tuple[int, int] | None, targets: Tensor, tokens: int) -> Tensor:
-        bias = self._rows(self.position_bias(grid if self.position_bias.grid is not None else None), targets)
-        return bias[None, :, :tokens]
+        bias = self.position_bias(grid if self.position_bias.grid is not None else None)
+        return self._rows(bias, targets)[None, :, :tokens]
 
     def _rows(self, bias: Tensor, targets: Tensor) -> Tensor:
         return bias[targets]
@@ -356,10 +356,8 @@ class PairMixer(AFTMixer):
         return {'bias_dim': bias.u.shape[1] if isinstance(bias, FactorizedBias) else None}
 
     def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
-        return FrozenFull(self, self._dense(self.position_bias.double()(grid)))
-
-    def _dense(self, bias: Tensor) -> Tensor:
-        return bias
+        bias = self.position_bias.double()(grid)
+        return FrozenFull(self, self._rows(bias, torch.arange(len(bias))))
 
 
 @register_mixer
@@ -422,9 +420,6 @@ class AFTLocal(PairMixer):
 
     def _rows(self, bias: Tensor, targets: Tensor) -> Tensor:
         return BandBias(bias).rows(targets) if self.causal else aten.unbanded(bias)[targets]
-
-    def _dense(self, bias: Tensor) -> Tensor:
-        return aten.unbanded(bias)
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), 'window_size': self.position_bias.window}

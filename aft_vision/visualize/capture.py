@@ -112,7 +112,7 @@ def token_grid(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
 def mixer_layers(model: nn.Module) -> dict[AFTMixer, int]:
     """Return the AFT mixers of a model with the indices of their blocks; those with softmax attention count too."""
     mixers = [module for module in model.modules() if isinstance(module, Attention | AFTMixer)]
-    return {mixer: layer for layer, mixer in enumerate(mixers) if isinstance(mixer, AFTMixer)}
+    return {mixer: layer for layer, mixer in enumerate(mixers) if not isinstance(mixer, Attention)}
 
 
 def find_mixers(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:
