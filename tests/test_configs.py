@@ -350,6 +350,18 @@ def test_nadamuon_leaves_position_biases_and_vectors_to_adamw():
     state.optimizer.step()
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved >= {'blocks.0.attn.qkv.weight', 'norm.weight'}
+
+
+@pytest.mark.parametrize(('choice', 'expected'), [([], True), (['optim.args.fallback_list=[head.weight]'], False)])
+def test_nadamuon_orthogonalises_the_classifier_unless_it_is_in_the_fallback_list(choice, expected):
+    row = next(row for row in ROWS[ROOT / 'imagenet' / 'deit_300e.yaml'] if 'nadamuon' in row)
+    config = load('imagenet/deit_300e', *row.split(), *choice, 'run.compile=false')
+    model = timm.create_model('aft_conv_tiny', depth=1, num_classes=10)
+    state = create_state(model, config, 9, num_classes=10, world=World(torch.device('cpu')))
+    model(torch.randn(2, 3, 64, 64, generator=generator())).square().sum().backward()
+    state.optimizer.step()
+    assert ('momentum_buffer' in state.optimizer.state[model.head.weight]) == expected
+    assert 'momentum_buffer' in state.optimizer.state[model.blocks[0].attn.qkv.weight]
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name
 
