@@ -269,7 +269,7 @@ def test_parts_of_their_own_are_used_whole(mind, tmp_path):
 
 
 def test_impressions_of_a_part_that_are_training_impressions_too_are_counted(mind, tmp_path, caplog):
-    make_run(mind, tmp_path, f'data.valid_path={write_mind_behaviors(write_mind(tmp_path / "other"), seed=1)}')
+    make_run(mind, tmp_path, f'data.valid_path={write_mind_behaviors(write_mind(tmp_path / "other"), rows=7, seed=3)}')
     assert 'training impressions' not in caplog.text
     make_run(mind, tmp_path, f'data.valid_path={mind}')
     assert '250 of the 250 validation impressions' in caplog.text

@@ -22,10 +22,14 @@ from aft_vision.ops.common import build, cpp
 def little(compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A source that compiles at once, and a folder of its own."""
     source = tmp_path / 'answer.cpp'
-    source.write_text('extern "C" int answer() { return 42; }\n')
+    source.write_text(answering(42))
     monkeypatch.setattr(build, 'SOURCES', [source])
     monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path / 'kept'))
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+
+
+def answering(answer: int) -> str:
+    return f'extern "C" {{ int answer() {{ return {answer}; }} int aft_layout() {{ return {cpp.LAYOUT}; }} }}\n'
 
 
 def kept(folder: Path) -> set[Path]:
@@ -108,7 +112,7 @@ def test_a_compiler_that_does_not_know_bfloat16_does_without(monkeypatch: pytest
 
 def build_version(answer: int, days: float) -> Path:
     """A build of sources of its own, that was last used so many days ago."""
-    build.SOURCES[0].write_text(f'extern "C" int answer() {{ return {answer}; }}\n')
+    build.SOURCES[0].write_text(answering(answer))
     path = build.build_library()
     os.utime(path, (time.time() - days * 24 * 3600,) * 2)
     return path
