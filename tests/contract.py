@@ -1,4 +1,4 @@
-"""What every operation promises, asked of its declaration alone, so that one from another package can be asked too."""
+"""The contract of an operation, tested by its declaration alone, also of one from another package."""
 
 import io
 from collections.abc import Callable

@@ -248,7 +248,7 @@ class Inputs:
 
 
 def make_table(operation: Operation, inputs: Any) -> np.ndarray:
-    """What the oracle needs to know of an operation: (n, T, T, 1 or h)."""
+    """Return the table that the oracle reads of an operation: (n, T, T, 1 or h)."""
     source = torch.arange(inputs.v.shape[1])
     entry, biased, seen = operation.index(inputs, source[:, None], source)
     by_head = biased.ndim > entry.ndim

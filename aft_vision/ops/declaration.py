@@ -1,4 +1,4 @@
-"""What an operation declares, once: operators, FLOP counts, derivatives, kernel checks and tests are made from it.
+"""The declaration of an operation, from which operators, FLOP counts, derivatives, checks and tests are made.
 
 `operator.register` makes its operators. The folders beside this file are examples, the shortest is `simple`.
 """
@@ -102,7 +102,7 @@ class Form:
 
 
 class BiasWeights(NamedTuple):
-    """What the kernels read of the position bias, computed once for all calls with a bias that does not change.
+    """Weights of a position bias as the kernels read them, computed once for all calls if the bias does not change.
 
     Attributes:
         shape: names of the dimensions of the bias, of which the last two are equal.

@@ -1,4 +1,4 @@
-"""What every operation promises, for all that are declared, and a declaration that is not complete."""
+"""The contract of every declared operation, and a declaration that is not complete."""
 
 import pytest
 from contract import CONTRACT
