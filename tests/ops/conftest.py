@@ -12,7 +12,7 @@ from aft_vision.ops.common import build, cpp, launch
 @pytest.fixture
 def compiled() -> None:
     """Build the C++ kernels; skip the test if there is no compiler."""
-    if shutil.which(build._chosen_compiler()[0]) is None:
+    if shutil.which(build.chosen_compiler()[0]) is None:
         pytest.skip('there is no compiler here')
     assert cpp.library() is not None
 

@@ -5,11 +5,9 @@ and addresses, eight bytes each, in the order of a struct in C++. The sizes of b
 before its first call.
 """
 
-import contextlib
 import ctypes
 import functools
 import logging
-import os
 import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -87,9 +85,6 @@ def _load(path: Path) -> Kernels:
         raise RuntimeError(
             f'expected C++ kernels of layout {LAYOUT}, got {found.aft_layout()}: install the package again'
         )
-    # Record the time of the last use; the folder may not be writable.
-    with contextlib.suppress(OSError):
-        os.utime(path)
     return found
 
 

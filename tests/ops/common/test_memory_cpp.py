@@ -209,7 +209,7 @@ def run_scarce() -> None:
 def test_a_failed_allocation_is_an_error_of_python_wherever_it_happens(tmp_path: Path):
     source, scarce = tmp_path / 'scarce.cpp', tmp_path / 'scarce.so'
     source.write_text(SCARCE)
-    compiler = build._chosen_compiler()
+    compiler = build.chosen_compiler()
     subprocess.run([*compiler, '-std=c++17', '-shared', '-fPIC', str(source), '-o', str(scarce)], check=True)
     paths = [str(Path(__file__).parent), *sys.path]
     code = f'import sys; sys.path[:0] = {paths}; import test_memory_cpp as t; t.run_scarce()'
