@@ -123,11 +123,11 @@ def test_a_run_of_recall_takes_the_place_of_the_same_setting(tmp_path):
     data = tmp_path / 'data' / 'recall'
     shutil.copytree(RESULTS / 'data' / 'recall', data)
     (tmp_path / 'recall.md').write_text('<!-- runs: written by make results -->\n<!-- end -->\n')
-    before = build.read_recall(data)
+    before = build.read_csv(data / 'runs.csv')
     runs = [make_recall(tmp_path / 'same'), make_recall(tmp_path / 'new', 'optim.lr=2e-2')]
     for run in runs:
         build.keep_recall(run, build.parse_args([str(run), *ORIGIN]), data)
-    rows = build.read_recall(data)
+    rows = build.read_csv(data / 'runs.csv')
     assert len(rows) == len(before) + 1
     (kept,) = [row for row in rows if row['commit'] == 'abc' and row['lr'] == '0.003']
     assert (kept['mixer'], kept['test_accuracy'], kept['parameters']) == ('local', '99.25', '137024')

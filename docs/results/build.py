@@ -23,6 +23,7 @@ import re
 import shutil
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
@@ -49,8 +50,6 @@ TITLES = {
     **{'axial': 'AFT-axial', 'deit': 'DeiT', 'pyramid': 'AFT-pyramid', 'cpubone': 'CPUBone-B0'},
 }
 REFERENCE = 'deit'
-# Top-1 in percent whose time of training is in a table.
-MARKS = (60, 70, 75)
 # Row of an ablation: its words, the row without the change, and the top-1 of the paper's models without and with it.
 CHANGES = {
     'conv_k11': ('kernel 11, the default', '', '80.8'),
@@ -133,6 +132,13 @@ def main(argv: Sequence[str] | None = None, results: Path = RESULTS) -> None:
     build_resolution(results)
     build_recall(results)
     build_speed(results)
+    build_goals(results)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Read a table with a head."""
+    with path.open(newline='', encoding='utf-8') as file:
+        return list(csv.DictReader(file))
 
 
 def read_yaml(path: Path) -> Any:
@@ -252,18 +258,6 @@ class Run:
         answers = self.result['right']
         return [x == '1' for x in answers.get('average', answers['weights'])]
 
-    @property
-    def images_per_second(self) -> float:
-        """Return the rate of training, loading included."""
-        images = sum(row['train_images_per_second'] * row['train_seconds'] for row in self.history)
-        return images / sum(row['train_seconds'] for row in self.history)
-
-    def seconds_to(self, mark: float) -> float:
-        """Return the seconds of training after which the weights or their average had this top-1; NaN if never."""
-        seconds = accumulate(row['train_seconds'] for row in self.history)
-        reached = (max(row['eval_top1'], averaged(row)) >= mark for row in self.history)
-        return next((time for time, is_reached in zip(seconds, reached, strict=True) if is_reached), math.nan)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -307,62 +301,52 @@ def read_rows(data: Path) -> list[Row]:
 
 
 def describe_origin(rows: Sequence[Row], data: str) -> str:
-    """Name the processors, the commits and the folders of the runs in the folder of this name."""
+    """Name the processors and the commits of the runs in the folder of this name."""
     runs = [run for row in rows for run in row.runs]
     processors, commits = (sorted({run.result[key] for run in runs}) for key in ('processor', 'commit'))
     words = '; '.join(f'commit {commit}' for commit in commits)
-    folders = ', '.join(f'[{run.row}&nbsp;{run.seed}](data/{data}/{run.row}_seed{run.seed})' for run in runs)
-    return f'{"; ".join(processors)}. C{words[1:]}. Every run: {folders}.'
+    return f'{"; ".join(processors)}. C{words[1:]}. [Every run](data/{data}).'
 
 
 def build_imagenette(results: Path) -> None:
-    """Write the tables of accuracy, of cost and of learning rates, and the picture of the runs."""
+    """Write the tables of accuracy and of learning rates, and the picture of the runs."""
     data = results / 'data' / 'imagenette'
     rows, images = read_rows(data), results.parent / 'images' / 'imagenette_runs.png'
-    accuracy, cost = [], []
+    lines = []
     for row in rows:
         reference = next((x for x in rows if x.name.startswith(REFERENCE) and x.epochs == row.epochs), None)
         differences, tests = row.differences(reference)
         p = float(ttest_1samp(differences, 0).pvalue) if len(set(differences)) > 1 else math.nan
         mean = f'{statistics.fmean(differences):+.2f}' if differences else '-'
-        accuracy.append([row.title, str(row.epochs), *row.accuracies(), mean, format_p(p), tests])
         rates = ', '.join(f'{rate:g}' for rate in sorted({run.config['optim']['lr'] for run in row.runs}))
-        speed = statistics.fmean(run.images_per_second for run in row.runs)
-        memory = max(each['train_memory_mb'] for run in row.runs for each in run.history)
-        times = [statistics.fmean(run.seconds_to(mark) for run in row.runs) for mark in MARKS]
-        cells = [row.title, str(row.epochs), f'{row.runs[0].result["parameters"]:,}', rates]
-        cost.append([*cells, f'{speed:.0f}', f'{memory:.0f}', *('-' if math.isnan(x) else f'{x:.0f}' for x in times)])
+        cells = [row.title, f'{row.runs[0].result["parameters"]:,}', rates, str(row.epochs)]
+        lines.append([*cells, *row.accuracies(), mean, format_p(p), tests])
     count = len(rows[0].runs[0].right)
-    about_accuracy = (
+    about = (
         f'Top-1 of the last epoch on {count:,} validation images; +- is the standard deviation over runs with '
         'different seeds, and the standard error of a single figure is '
         f'{standard_error({"top1": 80, "samples": count}):.1f} points at 80 %. Against DeiT of the same seeds and '
         'epochs, of the moving averages in points: p of runs is the paired t test over seeds; p of images is the exact '
         'test of McNemar for each seed, of the moving averages in float16. The weights kept of a run are the better of '
-        'the last ones and their average, on these same images.'
+        f'the last ones and their average, on these same images. {describe_origin(rows, data.name)}'
     )
-    about_cost = (
-        'images/s and MiB (peak of the process) are of training, seconds those of training alone, until the weights or '
-        f'their average first had that top-1 in an evaluation. {describe_origin(rows, data.name)}'
-    )
-    titles = ['model', 'epochs', 'runs', 'top-1 %', 'of the average %', 'against DeiT', 'p, runs', 'p, images']
-    parts = [table(titles, accuracy), wrap(about_accuracy)]
-    titles = ['model', 'epochs', 'parameters', 'learning rate', 'images/s', 'MiB', *(f's to {x} %' for x in MARKS)]
-    parts += [table(titles, cost), wrap(about_cost)]
-    parts += [f'![Top-1 by epoch and by minutes of training](../images/{images.name})\n']
+    titles = ['model', 'parameters', 'learning rate', 'epochs', 'runs', 'top-1 %', 'of the average %', 'against DeiT']
+    picture = f'![Top-1 by epoch and by minutes of training](../images/{images.name})\n'
+    parts = [table([*titles, 'p, runs', 'p, images'], lines), wrap(about), picture]
     write_blocks(results / 'imagenette.md', runs='\n'.join(parts), search=format_search(results))
     draw_runs(rows, images)
 
 
 def format_search(results: Path) -> str:
     """Format the table of the learning rates, whose files are named MODEL_RATE.csv."""
-    lines = []
-    found = [(path.stem.rpartition('_'), path) for path in (results / 'data' / 'imagenette_search').glob('*.csv')]
-    for (model, _, rate), path in sorted(found, key=lambda each: (each[0][0], float(each[0][2]))):
+    rates = ('4e-3', '8e-3', '16e-3')
+    lines: dict[str, dict[str, str]] = {}
+    for path in sorted((results / 'data' / 'imagenette_search').glob('*.csv')):
+        model, _, rate = path.stem.rpartition('_')
         last = read_history(path)[-1]
-        cells = [row_title(model), f'[{rate}]({path.relative_to(results).as_posix()})']
-        lines.append([*cells, f'{last["eval_top1"]:.1f} %', f'{averaged(last):.1f} %'])
-    return table(['model', 'learning rate per 512 images', 'top-1 of the last epoch', 'of its moving average'], lines)
+        cell = f'[{last["eval_top1"]:.1f}]({path.relative_to(results).as_posix()}), {averaged(last):.1f}'
+        lines.setdefault(model, dict.fromkeys(rates, '-'))[rate] = cell
+    return table(['model', *rates], [[row_title(model), *cells.values()] for model, cells in lines.items()])
 
 
 def draw_runs(rows: Sequence[Row], path: Path) -> None:
@@ -445,15 +429,9 @@ def build_resolution(results: Path) -> None:
     draw(path, (5 * len(panels) + 1.5, 3.6), panels, share=True, loc='outside right center')
 
 
-def read_recall(data: Path) -> list[dict[str, str]]:
-    """Read the rows of data/recall/runs.csv."""
-    with (data / 'runs.csv').open(newline='', encoding='utf-8') as file:
-        return list(csv.DictReader(file))
-
-
 def build_recall(results: Path) -> None:
     """Write the table of associative recall: of the learning rates, the one with the best validation counts."""
-    rows = read_recall(results / 'data' / 'recall')
+    rows = read_csv(results / 'data' / 'recall' / 'runs.csv')
     cells: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in sorted(rows, key=lambda row: (float(row['valid_accuracy']), -int(row['updates'])), reverse=True):
         setting = tuple(row[name] for name in ('pairs', 'context', 'vocab_size', 'dim'))
@@ -481,7 +459,7 @@ def format_recall(row: Mapping[str, str]) -> str:
 
 
 def build_speed(results: Path) -> None:
-    """Write the tables of speed and memory of one image, and the picture of the first of them.
+    """Write the tables of one image, and the picture of the first of them.
 
     Their files are those of `tools.benchmark models --json`.
     """
@@ -491,15 +469,19 @@ def build_speed(results: Path) -> None:
         curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in report['rows']:
             curves.setdefault((row['name'], row['form'].replace('eager', 'torch')), []).append(row)
-        head = ['one image', *(f'{row["size"][0]} px' for row in next(iter(curves.values())))]
-        titles = [speed_title(*names) for names in curves]
-        for kind, cell in (('times', format_time), ('memory', lambda row: f'{row["peak_bytes"] / 2**20:.1f}')):
-            lines = [[title, *map(cell, rows)] for title, rows in zip(titles, curves.values(), strict=True)]
-            tables[f'{kind} of {path.stem}'] = table(head, lines)
+        sides = [row['size'][0] for row in next(iter(curves.values()))]
+        lines = [
+            [
+                speed_title(*names),
+                *(f'{row["milliseconds"]:.2f} ({row["ratio"]:.2f})' for row in rows),
+                f'{rows[-1]["peak_bytes"] / 2**20:.1f}',
+            ]
+            for names, rows in curves.items()
+        ]
+        head = ['one image', *(f'{side} px' for side in sides), f'MiB at {sides[-1]} px']
+        tables[path.stem] = table(head, lines)
         if path.stem == 'image_sizes':
             draw_image_sizes(curves, results.parent / 'images' / 'image_sizes.png')
-    # Those of the Xeon's memory are those of Zen 5.
-    del tables['memory of image_sizes_xeon']
     write_blocks(results / 'speed.md', **tables)
 
 
@@ -510,11 +492,22 @@ def speed_title(name: str, runtime: str) -> str:
     return ', '.join(filter(None, [MODELS[model][0], form, '' if runtime == 'torch' else runtime]))
 
 
-def format_time(row: Mapping[str, Any]) -> str:
-    """Format the milliseconds of a row, and its ratio to the baseline with the quartiles, if they were kept."""
-    low, high = row.get('ratio_quartiles', (1.0, 1.0))
-    quartiles = f' [{low:.2f}, {high:.2f}]' if low < high else ''
-    return f'{row["milliseconds"]:.2f} ({row["ratio"]:.2f}{quartiles})'
+def build_goals(results: Path) -> None:
+    """Write how many goals and floors each processor reaches, and the figures below a floor."""
+    rows = read_csv(results / 'data' / 'goals.csv')
+    found = {row['processor']: Counter() for row in rows}
+    below: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        found[row['processor']][row['verdict']] += 1
+        if row['verdict'] == 'below':
+            line = below.setdefault((row['row'], row['what'], row['floor']), [])
+            line.append(f'{row["figure"]} ({row["processor"]})')
+    counts = [[name, *(str(each[verdict]) for verdict in ('goal', 'floor', 'below'))] for name, each in found.items()]
+    summary = table(['processor', 'reach the goal', 'hold the floor', 'below it'], counts)
+    lines = [[*key, ', '.join(figures)] for key, figures in below.items()]
+    write_blocks(
+        results / 'goals.md', goals=f'{summary}\n{table(["row", "below the floor", "floor", "figures"], lines)}'
+    )
 
 
 def draw_image_sizes(curves: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], path: Path) -> None:
@@ -622,7 +615,7 @@ def keep_recall(run: Path, args: argparse.Namespace, data: Path) -> None:
     cells = {'mixer': mixer, **{name: values[key] for name, key in SETTING.items()}, **{x: result[x] for x in RESULT}}
     row = {name: f'{x:g}' if isinstance(x, float) else str(x) for name, x in cells.items()}
     row |= {'commit': args.commit, 'processor': args.processor}
-    others = [old for old in read_recall(data) if any(old[name] != row[name] for name in ('mixer', *SETTING))]
+    others = [old for old in read_csv(data / 'runs.csv') if any(old[name] != row[name] for name in ('mixer', *SETTING))]
     with (data / 'runs.csv').open('w', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, row, lineterminator='\n')
         writer.writeheader()
