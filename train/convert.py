@@ -12,14 +12,12 @@ labels    the model is fine-tuned, as by train.imagenet
 
 Each stage writes a folder of that name into the folder of the conversion; the last three are runs of train.imagenet.
 `convert.keep=2` leaves softmax attention in the last two blocks. run.resume=auto continues an interrupted conversion or
-starts a new one; a stage to resume that began with other weights than it would now is an error.
+starts a new one: complete stages stay, and those after one that goes on begin again.
 """
 
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
-from itertools import zip_longest
 from pathlib import Path
 
 from train.arguments import parse_args
@@ -36,7 +34,6 @@ from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.data import Loaders
-from aft_vision.data.checksums import checksum
 from aft_vision.evaluate import check_classes
 from aft_vision.export import export_model
 from aft_vision.files import LAST
@@ -65,8 +62,6 @@ from train.schema import Config, DistillConfig
 from train.state import TrainState
 
 COPY = 'copy'
-# The file of a stage with the digest of the weights that it began with.
-START = 'start.sha256'
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
@@ -76,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         The final state of the last stage.
 
     Raises:
-        ValueError: the experiment or the data set is not valid, the teacher does not fit the model, or a stage to
-            resume began with other weights.
+        ValueError: the experiment or the data set is not valid, the teacher does not fit the model, or a conversion to
+            resume has other stages.
         FileExistsError: the folder already has a conversion or a run of another trainer, or another process trains in
             it.
         SystemExit: a signal stopped a stage; its state is saved.
@@ -89,31 +84,31 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     config = load_config(args.config, args.overrides, ConvertConfig)
     folder = find_run_dir(config, args.config)
     config = replace(config, run=replace(config.run, dir=str(folder)))
-    refuse_other_runs(folder)
-    for name in STAGES:
-        check_run_dir(folder / name, config.run)
-    stages = place_stages(replace(config, model=keep_attention(config)), folder)
     experiment, state = folder / 'config.yaml', None
+    check_folder(config, folder)
+    stages = place_stages(replace(config, model=keep_attention(config)), folder)
     with join_world(config) as world, lock_run(folder) if world.is_primary else nullcontext():
         images = resolve_images(config)
         loaders = build_loaders(config, images, world)
-        complete = check_stages(stages, images, loaders, world)
+        complete = count_complete(stages, images, loaders, world)
+        # The first process changes what all have read.
+        world.wait()
         if world.is_primary:
-            write_copy(stages[0], config.distill, loaders.class_names, images.described)
+            if config.run.resume is None or not holds_run(folder_of(stages[0])):
+                model = copy_teacher(stages[0], config.distill, loaders.class_names)
+                export_model(model, folder / COPY, loaders.class_names, images.described)
             # That of a complete conversion says how it was made.
-            if not complete:
+            if complete < len(stages):
                 save_config(asdict(config), experiment)
-            if config.run.resume is None:
-                remove_stages(folder)
+            # Their weights would not be those with which they began.
+            remove_runs(folder / name for name in STAGES if config.run.resume is None)
+            remove_runs(map(folder_of, stages[complete + 1 :]))
         for stage in stages:
             # The first process may still be writing the weights.
             world.wait()
-            place = folder_of(stage)
             if world.is_primary:
-                print(f'stage {place.name}')
-                place.mkdir(exist_ok=True)
-                (place / START).write_text(f'{digest_of(start_of(stage))}\n')
-            state = train_classifier(stage, place, world, not args.quiet, experiment)
+                print(f'stage {folder_of(stage).name}')
+            state = train_classifier(stage, folder_of(stage), world, not args.quiet, experiment)
     return state
 
 
@@ -134,13 +129,28 @@ def keep_attention(config: ConvertConfig) -> dict[str, Any]:
     return {**model, 'attention_blocks': sorted(kept)}
 
 
-def refuse_other_runs(folder: Path) -> None:
-    """Raise a FileExistsError for a folder with a run of another trainer, whose config.yaml a conversion replaces."""
+def check_folder(config: ConvertConfig, folder: Path) -> None:
+    """Check that a conversion may be written into a folder.
+
+    Raises:
+        FileExistsError: it has a run of another trainer, whose config.yaml a conversion replaces, or a conversion that
+            is neither resumed nor overwritten.
+        ValueError: the conversion to resume has other stages.
+    """
     if holds_run(folder):
         raise FileExistsError(
             f'expected a new folder or that of a conversion, got {folder}, which holds a run of another trainer; set '
             'run.dir'
         )
+    for name in STAGES:
+        check_run_dir(folder / name, config.run)
+    if config.run.resume is not None and any(holds_run(folder / name) for name in STAGES):
+        begun = load_config(folder / 'config.yaml', (), ConvertConfig)
+        if list(begun.stages()) != list(config.stages()):
+            raise ValueError(
+                f'expected the stages {", ".join(begun.stages())} of the conversion in {folder}, got '
+                f'{", ".join(config.stages())}; set run.resume=null run.overwrite=true to convert again, or run.dir'
+            )
 
 
 def place_stages(config: ConvertConfig, folder: Path) -> list[Config]:
@@ -158,88 +168,42 @@ def folder_of(stage: Config) -> Path:
     return Path(str(stage.run.dir))
 
 
-def start_of(stage: Config) -> Path:
-    """Return the exported folder or checkpoint that a stage begins with."""
-    return Path(str(stage.run.init_from))
-
-
-def digest_of(start: Path) -> str:
-    """Return the digest of the weights in an exported folder or checkpoint."""
-    return checksum(start / 'model.safetensors' if start.is_dir() else start)
-
-
-def check_stages(stages: Sequence[Config], images: Images, loaders: Loaders, world: World) -> bool:
-    """Build every stage before the first one trains, and check that none would change what a later one began with.
-
-    Returns:
-        Whether the last stage is to be resumed and is complete.
+def count_complete(stages: Sequence[Config], images: Images, loaders: Loaders, world: World) -> int:
+    """Build every stage before the first one trains, and count those at the start that are complete already.
 
     Raises:
-        ValueError: an experiment is not valid, or a stage that is not complete any more, or that has changed, comes
-            before one to resume.
+        ValueError: an experiment is not valid.
     """
-    for stage, later in zip_longest(stages, stages[1:]):
+    complete = 0
+    for index, stage in enumerate(stages):
         # The weights that it begins with may not be there yet.
         state, _ = build_state(replace(stage, run=replace(stage.run, init_from=None)), images, loaders, world)
-        if stage.run.resume is None or not holds_run(folder_of(later or stage)):
-            continue
-        found = find_latest(folder_of(stage))
+        found = find_latest(folder_of(stage)) if stage.run.resume is not None and complete == index else None
         if found is not None:
             state.load_state_dict(found[1], str(found[0]))
-        if later is None:
-            return is_complete(state)
-        if not state.is_spent():
-            reached = f'{state.progress.updates} of {state.total_updates} updates'
-            raise ValueError(_changed(later, f'the stage {folder_of(stage).name} with {reached}'))
-        check_start(later, digest_of(start_of(later)))
-    return False
+            complete += is_complete(state)
+    return complete
 
 
-def check_start(stage: Config, digest: str) -> None:
-    """Raise a ValueError if a stage to resume began with other weights than those of a digest."""
-    record = folder_of(stage) / START
-    if holds_run(folder_of(stage)) and not (record.exists() and record.read_text().strip() == digest):
-        raise ValueError(_changed(stage, 'others, because an earlier stage has changed'))
-
-
-def _changed(stage: Config, found: str) -> str:
-    return (
-        f'expected {start_of(stage)} to have the weights with which {folder_of(stage)} began, got {found}; set '
-        'run.resume=null run.overwrite=true to convert again, or another run.dir'
-    )
-
-
-def remove_stages(folder: Path) -> None:
-    """Remove the stages of an earlier conversion, which run.resume=auto would take for those of the new one."""
-    for stage in (folder / name for name in STAGES):
-        if holds_run(stage):
-            remove_run(stage)
-            for name in (START, 'config.yaml', 'summary.csv'):
-                (stage / name).unlink(missing_ok=True)
-            # Other files in it are not ours.
+def remove_runs(folders: Iterable[Path]) -> None:
+    """Remove the runs of stages, which run.resume=auto would take for those of this conversion; other files stay."""
+    for folder in folders:
+        if holds_run(folder):
+            remove_run(folder)
+            for name in ('config.yaml', 'summary.csv'):
+                (folder / name).unlink(missing_ok=True)
             with suppress(OSError):
-                stage.rmdir()
-
-
-def write_copy(
-    stage: Config, distill: DistillConfig, class_names: Sequence[str], preprocessing: dict[str, Any]
-) -> None:
-    """Write the model with the teacher's weights that have the same role in both, from which the first stage starts.
-
-    Raises:
-        ValueError: the teacher does not exist, is not a ViT, or has another width or fewer blocks; or the first stage
-            is to be resumed and began with other weights.
-    """
-    model = copy_teacher(stage, distill, class_names)
-    if stage.run.resume is not None:
-        with tempfile.TemporaryDirectory() as place:
-            export_model(model, place, class_names, preprocessing)
-            check_start(stage, digest_of(Path(place)))
-    export_model(model, start_of(stage), class_names, preprocessing)
+                folder.rmdir()
 
 
 def copy_teacher(config: Config, distill: DistillConfig, class_names: Sequence[str]) -> nn.Module:
-    """Build the model with the teacher's weights; a classifier of other classes than the data set's is left out."""
+    """Build the model with the teacher's weights that have the same role in both, from which the first stage starts.
+
+    A classifier of other classes than the data set's is left out.
+
+    Raises:
+        ValueError: the teacher does not exist, is not a ViT, or has another width or fewer blocks.
+    """
     name, kwargs = model_arguments(config, num_classes=len(class_names))
     only = DistillConfig(teacher=distill.teacher, teacher_args=distill.teacher_args, kind='blocks')
     teacher: Any = load_teacher(only, class_names, config.data.training_sizes)
