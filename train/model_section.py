@@ -315,7 +315,8 @@ def decoder_schema() -> type:
 
 def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[str, str]) -> type:
     """Return the keyword arguments of classes, and more, as a dataclass; types unknown to OmegaConf become Any."""
-    of_mixers = {name: text for name, text in meanings_of(*MIXERS.values()).items() if name in mixer_arguments()}
+    known = mixer_arguments()
+    of_mixers = {name: text for name, text in meanings_of(*MIXERS.values()).items() if name in known}
     arguments, meanings = dict(more), {**WEIGHT_MEANINGS, **of_mixers, **meanings_of(*classes)}
     for cls in classes:
         hints = typing.get_type_hints(typing.cast(Any, cls).__init__)

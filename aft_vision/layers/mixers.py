@@ -6,6 +6,7 @@ custom operators; the causal mixers have no aten form.
 """
 
 import copy
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping
@@ -111,6 +112,7 @@ class AFTMixer(nn.Module):
         return self
 
     @classmethod
+    @functools.cache
     def parameters_of_init(cls) -> dict[str, Any]:
         """Return the arguments of the class and its bases, in the order of the bases, with their types."""
         found: dict[str, Any] = {}
