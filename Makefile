@@ -126,9 +126,10 @@ docs: $(STAMP)
 	$(PY) docs/make_site.py
 	@echo 'Open build/site/index.html, or serve it: $(PY) -m http.server --directory build/site'
 
-# The surprises of other tools, in findings/: a line each. Each installs its packages; make findings PY=INTERPRETER does not
+# The surprises of other tools, in findings/: a line each. They share an environment; make findings PY=INTERPRETER makes none
 findings:
-	@set -o pipefail; for each in findings/*.sh; do \
+	@set -o pipefail; place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; export ENVIRONMENT=$$place/environment; \
+	for each in findings/*.sh; do \
 	said="$$($(if $(findstring file,$(origin PY)),,PY='$(PY)') $$each 2>/dev/null | tail -1)" && echo "as written: $$(basename $$each .sh): $$said" \
 	|| { echo "CHANGED: $$(basename $$each .sh): $$said"; failed=1; }; done; test -z "$$failed"
 

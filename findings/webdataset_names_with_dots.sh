@@ -6,7 +6,7 @@
 # dots before shards are written.
 #
 # Seen: 1 sample: __key__ frame_0, fields 5.jpg, 7.jpg
-PACKAGES='webdataset==1.0.2 torch==2.14.1 numpy==2.4.6'
+PACKAGES='webdataset==1.0.2 numpy==2.4.6'
 . "$(dirname "$0")/environment"
 "$PY" - <<'P'
 import io
