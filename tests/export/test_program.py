@@ -134,6 +134,15 @@ def test_aft_full_keeps_its_bias_as_a_constant_of_the_chosen_size(tmp_path):
     assert_equal(model, onnx_runner(path), 3, (32, 48))
 
 
+def test_what_is_resampled_bicubically_is_a_constant_as_openvino_ignores_antialiasing(tmp_path):
+    onnx = pytest.importorskip('onnx')
+    pytest.importorskip('onnxruntime')
+    model, path = make('aft_full_tiny', dynamic_img_size=True), tmp_path / 'model.onnx'
+    export_onnx(model, path, choose_shape(model, (32, 48)))
+    assert 'Resize' not in {node.op_type for node in onnx.load(path).graph.node}
+    assert_equal(model, onnx_runner(path), 3, (32, 48))
+
+
 # A program of the operators, and in aten a model whose biases sum over the axes; others in aten become ONNX files.
 EXPORTED: dict[str, dict[str, Any]] = {'operators': {}, 'aten-axial': {'name': 'aft_axial_tiny', 'window_size': 3}}
 
