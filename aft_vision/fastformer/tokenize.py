@@ -35,6 +35,12 @@ class TextTokenizer(SavesCode, PreTrainedTokenizerFast):
         """Return the token ids of a text with the arguments of transformers."""
         return super().encode(*args, **self._truncating(kwargs))
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as transformers does, with the code, but without the truncation and the padding of the last call."""
+        self.backend_tokenizer.no_truncation()
+        self.backend_tokenizer.no_padding()
+        return super().save_pretrained(*args, **kwargs)
+
     def _truncating(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         limited = self.model_max_length < LARGE_INTEGER and kwargs.get('max_length') is None
         return {'truncation': True, **kwargs} if limited else kwargs

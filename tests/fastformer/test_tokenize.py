@@ -7,6 +7,7 @@ import pytest
 import torch
 from nltk.tokenize import word_tokenize, wordpunct_tokenize
 from nltk.tokenize.punkt import PunktParameters, save_punkt_params
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, pipeline
 
 from aft_vision.fastformer import FastformerConfig, FastformerForSequenceClassification, tokenize
@@ -189,6 +190,17 @@ def test_the_unknown_token_of_a_text_without_one_is_at_no_place_of_it():
     assert padded[0].tokens == ['<unk>', '<pad>']
     tokenizer.padding_side = 'left'
     assert tokenizer([' ', 'bad film'], padding=True)['input_ids'][0] == [0, 3]
+
+
+@pytest.mark.parametrize('method', ['wordpunct', 'bpe'])
+def test_a_file_for_other_programs_has_neither_truncation_nor_padding(tmp_path, method):
+    tokenizer, text = train(method, vocab_size=400), TEXTS[0]
+    expected = tokenizer(text)['input_ids']
+    tokenizer([text, text[:9]], truncation=True, max_length=3, padding='max_length')
+    tokenizer.save_pretrained(tmp_path)
+    assert Tokenizer.from_file(str(tmp_path / 'tokenizer.json')).encode(text).ids == expected
+    assert len(expected) > 3
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)['input_ids'] == expected
 
 
 @pytest.mark.parametrize('method', METHODS)
