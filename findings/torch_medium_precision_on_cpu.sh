@@ -2,8 +2,8 @@
 # torch 2.14.1: `set_float32_matmul_precision('medium')` also acts on a CPU, where the processor has AMX.
 #
 # The setting is known from GPUs, and TF32 is on GPUs only, so one guesses that a CPU ignores it. `high` it does ignore.
-# With `medium`, oneDNN is told that it may multiply in bfloat16: with AMX, linear layers lose about three of their seven
-# digits; on other x86 processors float32 stays. Who sets it for training on a GPU and evaluates on a CPU meets it, on one
+# With `medium`, oneDNN is told that it may multiply in bfloat16: with AMX, linear layers are reported to lose about three
+# of their seven digits; without it float32 stays. Who sets it for training on a GPU and evaluates on a CPU meets it, on one
 # server and not on the next: leave `highest` on CPUs.
 #
 # Seen: bfloat16 allowed: highest False, high False, medium True; no AMX: error at highest 3e-07, at medium 4e-07

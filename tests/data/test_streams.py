@@ -1,3 +1,4 @@
+import io
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 import torch
 from formats import write_formats
 from helpers import CLOTHING, NO_AUGMENTATION
+from PIL import ExifTags, Image
 from stream_files import encode, write_rows
 
 from aft_vision.data import CorruptImageError, Preprocessing, Share, Source, create_eval_loader, create_loaders
@@ -101,11 +103,21 @@ def test_a_data_set_of_tensorflow_is_counted_too():
         list(loader)
 
 
+def turned(photograph: bytes) -> bytes:
+    """The photograph with an orientation that says that it lies on its side."""
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.open(io.BytesIO(photograph)).save(file, 'JPEG', quality=95, exif=exif)
+    return file.getvalue()
+
+
 @pytest.fixture(scope='module')
 def formats(tmp_path_factory) -> dict[str, Source]:
-    """Nine photographs of three classes in every format."""
+    """Nine photographs of three classes in every format; the first of a class is turned by its EXIF orientation."""
     classes = sorted((CLOTHING / 'validation').iterdir())[:3]
     files = {folder.name: [path.read_bytes() for path in sorted(folder.iterdir())[:3]] for folder in classes}
+    for photographs in files.values():
+        photographs[0] = turned(photographs[0])
     return write_formats(tmp_path_factory.mktemp('formats'), files)
 
 

@@ -201,3 +201,20 @@ def test_hooks_and_parameters_of_a_layer_stay(onednn: None):
     assert all(x is y for x, y in zip(block.parameters(), parameters, strict=True))
     block(torch.zeros(1, 4, 64))
     assert seen == ['fc1']
+
+
+@needs_onednn
+@pytest.mark.usefixtures('onednn')
+@pytest.mark.filterwarnings('ignore::DeprecationWarning', 'ignore::UserWarning')
+def test_layers_that_were_quantised_before_stay_so():
+    model = nn.Sequential(make_linear(), nn.Linear(WIDTH, WIDTH)).eval()
+    plain = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(WIDTH, WIDTH)).eval(), {nn.Linear})
+    x = randn(3, WIDTH).float()
+    expected = plain(x)
+    fuse_linear(plain)
+    assert torch.equal(plain(x), expected)
+    assert 'quantized' in type(plain[0]).__module__
+    # The other way torch skips what is fused.
+    kinds = [type(layer) for layer in torch.ao.quantization.quantize_dynamic(model, {nn.Linear})]
+    assert kinds[0] is FusedLinear
+    assert 'quantized' in kinds[1].__module__
