@@ -451,6 +451,10 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+# docs/guide/install.md: where an older one compiles the training of a model at several sizes.
+fixes_trained_sizes = pytest.mark.skipif(torch_version() < (2, 14), reason='needs torch 2.14')
+
+
 def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Triton's kernels run on the CPU, in Triton's interpreter."""
     from triton import language as tl

@@ -151,7 +151,8 @@ class FusedModule(nn.Module):
     @torch.jit.unused
     def _checked_value(self) -> Tensor:
         assert self.fused is not None
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        # In torch 2.7 is_exporting() is also true in `torch.compile`, whose graph would keep what a later write changes.
+        if torch.compiler._is_exporting_flag or torch.jit.is_tracing():
             return self.fused
         return self.fused if self._reuses() else self.compute()
 

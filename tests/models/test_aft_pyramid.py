@@ -3,6 +3,7 @@ import itertools
 import pytest
 import timm
 import torch
+from helpers import fixes_trained_sizes
 from torch import Tensor, nn
 
 from aft_vision.export import Shape
@@ -168,6 +169,7 @@ def test_attention_has_heads_that_divide_its_width():
     assert [block.attn.num_heads for block in model.modules() if isinstance(block, AttentionBlock)] == [2]
 
 
+@fixes_trained_sizes
 def test_a_compiled_pyramid_has_a_graph_for_each_size_it_is_trained_at():
     inputs = []
 
