@@ -151,7 +151,7 @@ class FusedModule(nn.Module):
     @torch.jit.unused
     def _checked_value(self) -> Tensor:
         assert self.fused is not None
-        # In torch 2.7 is_exporting() is also true in `torch.compile`, whose graph would keep what a later write changes.
+        # In torch 2.7 is_exporting() is also true in `torch.compile`, whose graph would keep what later writes change.
         if torch.compiler._is_exporting_flag or torch.jit.is_tracing():
             return self.fused
         return self.fused if self._reuses() else self.compute()
