@@ -12,7 +12,7 @@ from tqdm import tqdm
 from aft_vision.devices import synchronize
 
 # A shorter call is repeated, so that the clock and the first cache misses do not affect the time.
-LEAST_SECONDS = 0.02
+MIN_SECONDS = 0.02
 
 
 class Timing(NamedTuple):
@@ -47,7 +47,7 @@ def time_rounds(
     rounds: int,
     *,
     warmup: int = 1,
-    least_seconds: float = LEAST_SECONDS,
+    min_seconds: float = MIN_SECONDS,
     progress: bool = False,
 ) -> list[list[float]]:
     """Time calls in turn in every round.
@@ -60,7 +60,7 @@ def time_rounds(
         device: Device of the calls; an accelerator is synchronised.
         rounds: Number of rounds, each with one time of every call.
         warmup: Warm-up calls of each. One more call determines its number of repetitions per round.
-        least_seconds: A call is repeated within a round for about this time.
+        min_seconds: A call is repeated within a round for about this time.
         progress: Show a progress bar on standard error.
 
     Returns:
@@ -78,7 +78,7 @@ def time_rounds(
         for _ in range(warmup):
             call()
         # The first calls may include compilation or tuning.
-        repeats.append(max(1, math.ceil(least_seconds / max(_time(call, device, 1), 1e-9))))
+        repeats.append(max(1, math.ceil(min_seconds / max(_time(call, device, 1), 1e-9))))
     found: list[list[float]] = [[] for _ in calls]
     for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=None if progress else True):
         for place in range(len(calls)):

@@ -21,7 +21,7 @@ import torch
 from stream_files import encode, write_rows, write_shards
 
 import aft_vision  # noqa: F401
-from aft_vision.data import Preprocessing, Share, Source, create_eval_loader, open_image
+from aft_vision.data import Preprocessing, Shard, Source, create_eval_loader, open_image
 from aft_vision.data.datasets import open_eval_split
 from aft_vision.evaluate import evaluate
 
@@ -91,8 +91,8 @@ class Remembering(torch.nn.Module):
 
 
 def main() -> None:
-    share = Share(int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1)))
-    distributed = share.world_size > 1
+    shard = Shard(int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1)))
+    distributed = shard.world_size > 1
     if distributed:
         torch.distributed.init_process_group('gloo')
     torch.set_num_threads(1)
@@ -103,11 +103,11 @@ def main() -> None:
         for name, source in write_all(Path(folder), sys.argv[1], 1000, 4).items():
             row = []
             for workers in (0, 1, 2, 5):
-                loader, _ = create_eval_loader(source, preprocessing, 50, share=share, num_workers=workers)
+                loader, _ = create_eval_loader(source, preprocessing, 50, shard=shard, num_workers=workers)
                 found = evaluate(model, loader, distributed=distributed)
                 row.append(f'{found["top1"] * found["samples"] / 100:.0f} of {found["samples"]:.0f}')
-            if share.rank == 0:
-                print(f'{share.world_size} processes, {name}: {", ".join(row)}', flush=True)
+            if shard.rank == 0:
+                print(f'{shard.world_size} processes, {name}: {", ".join(row)}', flush=True)
 
 
 if __name__ == '__main__':

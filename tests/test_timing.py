@@ -66,9 +66,9 @@ def test_rounds_are_compared_one_by_one():
     assert compare_rounds([1.0, 3.0, 0.5], [2.0, 3.0, 2.0]) == (1.0, 2.0, (1.5, 3.0))
 
 
-@pytest.mark.parametrize(('least_seconds', 'repeats'), [(1.0, 2), (0.0, 1)])
-def test_the_time_that_a_call_is_repeated_for_may_be_chosen(clock, least_seconds, repeats):
-    time_interleaved([clock.call('a', 0.5)], CPU, rounds=2, least_seconds=least_seconds)
+@pytest.mark.parametrize(('min_seconds', 'repeats'), [(1.0, 2), (0.0, 1)])
+def test_the_time_that_a_call_is_repeated_for_may_be_chosen(clock, min_seconds, repeats):
+    time_interleaved([clock.call('a', 0.5)], CPU, rounds=2, min_seconds=min_seconds)
     assert len(clock.log) == 2 + 2 * repeats
 
 

@@ -44,7 +44,7 @@ TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino',
 FORMATS = ('onnx', 'pt2', 'hf', *TIMMX_FORMATS)
 INT8_MODES = ('dynamic', 'static')
 # Photographs of --data that are read, evenly spaced.
-MOST_PHOTOGRAPHS = 1000
+MAX_PHOTOGRAPHS = 1000
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 def write_program(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> None:
     """Write an onnx or pt2 file, and print how it differs from PyTorch, and from itself in int8."""
-    files = find_photographs(args.data, MOST_PHOTOGRAPHS) if args.data else []
+    files = find_photographs(args.data, MAX_PHOTOGRAPHS) if args.data else []
     # A file of a fixed batch takes no other.
     images = [load_image(file, model, shape.size).repeat(shape.batch or 1, 1, 1, 1) for file in files]
     # With --int8 the file has its name only in int8.

@@ -17,7 +17,7 @@ from aft_vision.ops import operator
 # float32, or float32 with autocast.
 PRECISIONS = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 # Largest share of the available cores that other processes may use; above it times are not reported.
-MOST_LOAD = 0.1
+MAX_LOAD = 0.1
 SAMPLE_SECONDS = 1.0
 
 
@@ -55,10 +55,10 @@ def check_load() -> None:
 
 
 def refuse_load(load: float | None) -> None:
-    """Raise an OSError if other processes use more than MOST_LOAD; None, for unknown, passes."""
-    if load is not None and load > MOST_LOAD:
+    """Raise an OSError if other processes use more than MAX_LOAD; None, for unknown, passes."""
+    if load is not None and load > MAX_LOAD:
         raise OSError(
-            f'expected other processes to use at most {MOST_LOAD:.0%} of the available cores, got {load:.0%}; wait, or '
+            f'expected other processes to use at most {MAX_LOAD:.0%} of the available cores, got {load:.0%}; wait, or '
             'give --allow-load'
         )
 

@@ -13,7 +13,7 @@ from train.schema import peak_rate
 RUN_BY_WARMUP = 5
 
 
-def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any]:
+def adjust(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any]:
     """Return the values that a later layer forces to change, by section and key, with a note for each.
 
     A value of the same layer as the one that it contradicts, or of a later layer, is left to the checks.
@@ -22,12 +22,12 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
         config: The merged layers, in their types.
         defaults: The experiment without any layer.
     """
-    settled: dict[str, dict[str, Any]] = {'schedule': {}, 'data': {}}
+    adjusted: dict[str, dict[str, Any]] = {'schedule': {}, 'data': {}}
 
     def change(section: str, key: str, value: Any, why: str, *because: str) -> None:
         level = level_of(layers, f'{section}.{key}')
         if any(level_of(layers, each) > level for each in because):
-            settled[section][key] = value
+            adjusted[section][key] = value
             say(f'note: {section}.{key} = {as_yaml(value)} in place of {as_yaml(config[section][key])}, {why}')
 
     schedule, data = config.schedule, config.data
@@ -55,9 +55,9 @@ def settle(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
     if 'train_sizes' in data and data.train_sizes is not None:
         why = f'because data.img_size = {tuple(data.img_size)} is given after it'
         change('data', 'train_sizes', None, why, 'data.img_size')
-        if 'train_sizes' in settled['data']:
-            settled['data']['train_size_schedule'] = 'constant'
-    return settled
+        if 'train_sizes' in adjusted['data']:
+            adjusted['data']['train_size_schedule'] = 'constant'
+    return adjusted
 
 
 def check_warmup(warmup_updates: int, updates: int) -> None:

@@ -91,7 +91,7 @@ def build_loaders(config: Config, images: Images, world: World) -> Loaders:
             evaluation=images.evaluation,
             eval_batch_size=config.data.eval_batch_size,
             augment=config.augment,
-            share=world.share(config.optim.accumulate),
+            shard=world.shard(config.optim.accumulate),
             seed=config.run.seed,
             num_workers=config.data.num_workers,
             device=world.device,
@@ -135,8 +135,8 @@ def build_evaluation(config: Config, checkpoint: str | Path | None, world: World
         loader, class_names = create_eval_loader(
             config.data,
             resolve_images(config, checkpoint).evaluation,
-            config.data.eval_batch_size or config.check_parts(world.size),
-            share=world.share(config.optim.accumulate),
+            config.data.eval_batch_size or config.check_batch_size(world.size),
+            shard=world.shard(config.optim.accumulate),
             num_workers=config.data.num_workers,
             device=world.device,
         )

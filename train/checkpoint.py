@@ -24,7 +24,7 @@ from train.config import continues
 from train.state import TrainState
 
 LOCK = '.lock'
-MOST_KEPT = 100
+MAX_KEPT = 100
 # Files of a run besides its checkpoints and summary.csv, and the table of tools.eval_resolution about it.
 RESULTS = ('curves.png', 'result.json', 'steps.csv', 'eval_resolution.json', 'eval_resolution.png')
 # Keys of `run` that affect updates, and keys of other sections that do not.
@@ -104,7 +104,7 @@ def save_checkpoint(content: dict[str, Any], path: Path, keep: int = 1) -> None:
 
 def _latest(folder: Path) -> list[Path]:
     """Return all latest checkpoints of a run, newest first."""
-    return [older(folder / LAST, age) for age in range(MOST_KEPT)]
+    return [older(folder / LAST, age) for age in range(MAX_KEPT)]
 
 
 def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -265,7 +265,7 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     # In another folder, the best weights are only those from now on.
     if not (continues(folder, where) and (folder / BEST).exists()):
         state.progress.best = state.objective.worst
-    reached = 'complete' if state.is_spent() else f'epoch {state.progress.epoch + 1}'
+    reached = 'complete' if state.budget_exhausted() else f'epoch {state.progress.epoch + 1}'
     if state.world.is_primary:
         print(f'resumed from {path}: {reached}, update {state.progress.updates}')
         for change in changes:

@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aft_vision.errors import first_line
 from aft_vision.files import replacing
+from train.adjust import adjust
 from train.layers import Layer, last_text, merge_checked, naming_sources, read_layers, typed_layers
 from train.model_section import (
     check_decoder,
@@ -28,7 +29,6 @@ from train.model_section import (
     native_shape,
 )
 from train.schema import Config, Experiment
-from train.settle import settle
 from train.suggest import unknown
 
 Kind = TypeVar('Kind', bound=Experiment)
@@ -101,7 +101,7 @@ def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterab
     defaults = OmegaConf.structured(schema)
     merged = merge_checked(defaults, [layer for _, layer in layers], schema, keys)
     try:
-        merged = OmegaConf.merge(merged, settle(merged, layers, defaults))
+        merged = OmegaConf.merge(merged, adjust(merged, layers, defaults))
         built = typing.cast(Any, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(_reason(error)) from error

@@ -48,21 +48,21 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
         'loss': str(loss),
     }
     trained = dict(state.model.named_parameters())
-    for part, values in state.task.get_task_state().items():
-        trained |= {f'{part}.{name}': x for name, x in values.items()}
+    for module, values in state.task.get_task_state().items():
+        trained |= {f'{module}.{name}': x for name, x in values.items()}
     found['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
     found['biases'] = _strict({name: _range(bias) for name, bias in _biases(state.model).items()})
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(reached.updates_of_epoch)
         found[state.objective.unit] = [draw.image for draw in draws]
-        found |= _watch(state, _parts(loader, draws, state.optim.accumulate))
+        found |= _run_with_hooks(state, _micro_batches(loader, draws, state.optim.accumulate))
     path = folder / f'nonfinite-{reached.updates + 1}-rank{world.rank}.json'
     write_json(path, found)
     return path
 
 
-def _parts(loader: Any, draws: Sequence[Draw], count: int) -> Iterator[Batch]:
-    """Build the parts of a batch of these samples, as the loader does."""
+def _micro_batches(loader: Any, draws: Sequence[Draw], count: int) -> Iterator[Batch]:
+    """Build the micro-batches of a batch of these samples, as the loader does."""
     prefetches = isinstance(loader, PrefetchLoader | NaFlexPrefetchLoader)
     plain, size = loader.loader if prefetches else loader, len(draws) // count
     batches = (plain.collate_fn(_samples(plain.dataset, draws[i * size : (i + 1) * size])) for i in range(count))
@@ -79,8 +79,8 @@ def _samples(dataset: Any, draws: Sequence[Draw]) -> list[Any]:
 
 
 @torch.no_grad()
-def _watch(state: TrainState, parts: Iterable[Batch]) -> dict[str, Any]:
-    """Run the parts of an update, and record the first layer that fails and the ranges of the keys."""
+def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[str, Any]:
+    """Run the micro-batches of an update, and record the first layer that fails and the ranges of the keys."""
     layers: list[str] = []
     keys: dict[str, list[float]] = {}
 
@@ -102,8 +102,8 @@ def _watch(state: TrainState, parts: Iterable[Batch]) -> dict[str, Any]:
             keys_of = functools.partial(note_keys, name, module)
             hooks.append(module.qkv.register_forward_hook(lambda m, args, y, keys_of=keys_of: keys_of(y)))
     try:
-        for part, batch in enumerate(parts):
-            x, _ = state.prepare_part(part, batch)
+        for index, batch in enumerate(micro_batches):
+            x, _ = state.prepare_micro_batch(index, batch)
             note('', x['patches'] if isinstance(x, dict) else x)
             with state.autocast():
                 state.model(x)

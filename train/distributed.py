@@ -14,7 +14,7 @@ import torch.distributed as dist
 from timm.utils.distributed import is_distributed_env, reduce_tensor, world_info_from_env
 
 from aft_vision.commandline import TURN_OF_RANK_0
-from aft_vision.data import Share
+from aft_vision.data import Shard
 from aft_vision.devices import resolve_device
 from train.schema import Experiment
 
@@ -45,9 +45,9 @@ class World:
         """Return whether there is a process group."""
         return dist.is_available() and dist.is_initialized()
 
-    def share(self, accumulate: int) -> Share:
-        """Return the share of this process in every update, in this many parts, and in the evaluation."""
-        return Share(self.rank, self.size, accumulate)
+    def shard(self, accumulate: int) -> Shard:
+        """Return the shard of this process in every update, of so many accumulation steps, and in the evaluation."""
+        return Shard(self.rank, self.size, accumulate)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean over all processes, the same on each."""
@@ -106,7 +106,7 @@ def join_world(config: Experiment) -> Iterator[World]:
         torch.set_num_threads(config.run.cpu_threads)
     world = _find_world(resolve_device(config.run.device))
     with _process_group(world, config.run.timeout_minutes) if world.size > 1 else contextlib.nullcontext():
-        config.check_parts(world.size)
+        config.check_batch_size(world.size)
         yield world
 
 

@@ -28,32 +28,32 @@ UPDATES_PER_REPORT = 10
 REMEDY = 'try a lower optim.lr or optim.clip_grad=1.0'
 
 
-def train_step(state: TrainState, parts: Iterable[Batch]) -> float:
-    """Make one update and return the mean loss of its parts over all processes.
+def train_step(state: TrainState, micro_batches: Iterable[Batch]) -> float:
+    """Make one update and return the mean loss of its micro-batches over all processes.
 
     The terms of `regularize` are part of the update, not of the returned loss, so that runs with and without them are
-    comparable. Randomness depends only on `run.seed`, the number of the update and the number of the part.
+    comparable. Randomness depends only on `run.seed` and the numbers of the update and the micro-batch.
 
     Args:
-        parts: `optim.accumulate` batches of the same size, of inputs and targets: images (B, 3, H, W) or their patches,
-            and class indices (B,), or tokens and targets (B, T).
+        micro_batches: `optim.accumulate` batches of the same size, of inputs and targets: images (B, 3, H, W) or their
+            patches, and class indices (B,), or tokens and targets (B, T).
 
     Raises:
         NonFiniteLossError: the loss or the gradient is not finite, on any process; no weight has changed.
-        ValueError: parts are missing; no weight has changed.
+        ValueError: micro-batches are missing; no weight has changed.
     """
     world, optimizer, count = state.world, state.optimizer, state.optim.accumulate
     total, done = torch.zeros((), device=world.device), 0
     optimizer.zero_grad(set_to_none=True)
     state.regularization.set_tau(state.progress.updates)
-    for part, batch in enumerate(parts):
-        done = part + 1
-        inputs, targets = state.prepare_part(part, batch)
-        # With several processes, only the last part synchronises gradients.
+    for index, batch in enumerate(micro_batches):
+        done = index + 1
+        inputs, targets = state.prepare_micro_batch(index, batch)
+        # With several processes, only the last micro-batch synchronises gradients.
         with state.task.no_sync() if done < count else contextlib.nullcontext():
             with state.autocast():
                 loss = state.task(inputs, targets)['loss'] / count
-            # It depends only on the weights, so it is added in one part of the update.
+            # It depends only on the weights, so it is added in one micro-batch of the update.
             penalty = state.regularization.penalty() if done == count else 0.0
             state.scaler.scale(loss + penalty).backward()
         total += loss.detach()
@@ -130,7 +130,7 @@ def train_one_epoch(
     batches = iter(loader)
     bar = _progress_bar(state, progress)
     for _ in bar:
-        if state.is_spent():
+        if state.budget_exhausted():
             break
         # The largest, if layers differ.
         lr = max(group['lr'] for group in state.optimizer.param_groups)
@@ -196,7 +196,7 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
     reached = state.progress
     schedule, run = state.schedule, state.run
     progress = progress and state.world.is_primary
-    if not state.is_spent():
+    if not state.budget_exhausted():
         # A continued run that ended within an epoch has a row for this epoch already.
         reached.history = [row for row in reached.history if row['epoch'] < reached.epoch]
     with (
@@ -211,7 +211,7 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
                 state.set_rate()
             loaders.set_epoch(epoch, reached.updates_of_epoch)
             trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
-            spent = state.is_spent()
+            spent = state.budget_exhausted()
             if reached.updates_of_epoch == reached.updates_per_epoch:
                 reached.epoch = epoch + 1
                 reached.restart_epoch()
@@ -234,7 +234,7 @@ def is_complete(state: TrainState) -> bool:
     """Return whether the budget of a run is used up and its last updates are in its history."""
     reached = state.progress
     measured = not reached.epoch_done or any(row['epoch'] == reached.epoch for row in reached.history)
-    return state.is_spent() and measured
+    return state.budget_exhausted() and measured
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from train.distributed import World
 from train.engine import fit, is_complete
 from train.schema import Experiment, RunConfig
 from train.state import TrainState
-from train.throughput import measure_throughput, settle_buckets
+from train.throughput import measure_throughput, warm_up_ddp
 
 # In seconds: how long NFS may take to show a file of another node.
 DELAY = 5.0
@@ -84,8 +84,8 @@ def train_run(
     keeps_config = continues(run_dir, run.resume) and is_complete(state)
     if world.is_primary:
         _begin(run_dir, state, keeps_config)
-    settle_buckets(state)
-    measured = run.throughput_batches > 0 and not state.is_spent()
+    warm_up_ddp(state)
+    measured = run.throughput_batches > 0 and not state.budget_exhausted()
     if measured and not loaders.is_stream:
         throughput = measure_throughput(state, loaders, run.throughput_batches)
         if world.is_primary:

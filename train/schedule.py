@@ -8,9 +8,9 @@ from timm.scheduler import CosineLRScheduler, WSDLRScheduler, create_scheduler_v
 from timm.scheduler.scheduler import Scheduler
 
 from aft_vision.commandline import say
+from train.adjust import check_warmup
 from train.schema import ScheduleConfig
 from train.sequence_schema import SequenceSchedule
-from train.settle import check_warmup
 
 
 def with_min_updates(schedule: ScheduleConfig, updates_per_epoch: int) -> ScheduleConfig:

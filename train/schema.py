@@ -16,12 +16,12 @@ class DataConfig(Source):
 
     Attributes:
         img_size: (H, W) in pixels; null for those of `run.init_from`, otherwise of the model.
-        batch_size: Images per optimizer step, over all processes and parts of `optim.accumulate`.
+        batch_size: Images per optimizer step, over all processes and accumulation steps.
         eval_batch_size: Images per validation batch; None means as many as the model processes at once in training.
-        max_tokens: Limit of the patches of an update, over all processes and parts: every image keeps its own shape, at
-            the largest size with at most `max_tokens / batch_size` patches, in training and in validation; the batches
-            are those of timm's NaFlex. `img_size` is then the grid of position parameters and the size that the
-            exported model names. None for images of `img_size`.
+        max_tokens: Limit of the patches of an update, over all processes and accumulation steps: every image keeps its
+            own shape, at the largest size with at most `max_tokens / batch_size` patches, in training and in
+            validation; the batches are those of timm's NaFlex. `img_size` is then the grid of position parameters and
+            the size that the exported model names. None for images of `img_size`.
         train_sizes: Sides in pixels of square training images, instead of `img_size`; each update has one of them. None
             for only `img_size`.
         train_size_schedule: `constant` draws each of these sizes equally often; `progressive` goes from the first to
@@ -80,8 +80,7 @@ class OptimizerConfig:
         weight_decay: Weight decay of parameters with two or more dimensions that the model does not exempt.
         layer_decay: Factor of the learning rate from each block to the one before it; None for the same rate.
         args: Further keyword arguments of the optimizer, as `{betas: [0.9, 0.95]}`.
-        accumulate: Parts that each process splits its share of a batch into; forward and backward run per part,
-            followed by one update.
+        accumulate: Accumulation steps of an update: micro-batches that each process splits its shard of a batch into.
         clip_grad: Largest gradient norm; None for no clipping.
     """
 
@@ -90,7 +89,7 @@ class OptimizerConfig:
     weight_decay: float = within('[0, 1e4]', 0.05)
     layer_decay: float | None = within('(0, 1]', None)
     args: dict[str, Any] = field(default_factory=dict)
-    accumulate: int = within('[1, inf)', 1, 'parts')
+    accumulate: int = within('[1, inf)', 1, 'steps')
     clip_grad: float | None = within('(0, inf)', None)
 
     def __post_init__(self) -> None:
@@ -106,7 +105,7 @@ class OptimConfig(OptimizerConfig):
         loss: Cross-entropy, or a binary cross-entropy for each class, averaged over them.
         bce_target_thresh: With the latter, mixed targets above this value count as 1 and the others as 0; None leaves
             them unchanged.
-        label_smoothing: Share of the target spread over all classes.
+        label_smoothing: Fraction of the target spread over all classes.
     """
 
     loss: Literal['ce', 'bce'] = 'ce'
@@ -311,8 +310,8 @@ class Experiment:
         """Return the schedule of training image sizes, if there are several."""
         return None
 
-    def check_parts(self, world_size: int) -> int:
-        """Return how many samples the model of one of this many processes processes at once.
+    def check_batch_size(self, world_size: int) -> int:
+        """Return the size of a micro-batch with this many processes.
 
         Raises:
             ValueError: the batch cannot be divided evenly.
@@ -320,14 +319,14 @@ class Experiment:
         return self._check_multiple(world_size, 1, 'a multiple', '')
 
     def _check_multiple(self, world_size: int, factor: int, multiple: str, remedy: str) -> int:
-        batch, parts = self.data.batch_size, self.optim.accumulate * world_size
-        if batch % (factor * parts):
-            nearest = max(round(batch / (factor * parts)), 1) * factor * parts
+        batch, micro_batches = self.data.batch_size, self.optim.accumulate * world_size
+        if batch % (factor * micro_batches):
+            nearest = max(round(batch / (factor * micro_batches)), 1) * factor * micro_batches
             raise ValueError(
                 f'expected data.batch_size to be {multiple} of optim.accumulate ({self.optim.accumulate}) times the '
                 f'number of processes ({world_size}), got {batch}; set data.batch_size={nearest}{remedy}'
             )
-        return batch // parts
+        return batch // micro_batches
 
 
 @dataclass(frozen=True)
@@ -345,7 +344,7 @@ class Config(Experiment):
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        self.check_parts(1)
+        self.check_batch_size(1)
         peak = self.peak_lr
         for name in ('warmup_lr', 'min_lr'):
             rate = getattr(self.schedule, name)
@@ -374,10 +373,10 @@ class Config(Experiment):
             return None
         return SizeSchedule(tuple(self.data.training_sizes), self.data.train_size_schedule, self.schedule.epochs)
 
-    def check_parts(self, world_size: int) -> int:
-        """Return the size of a part, which must be even if images are mixed."""
+    def check_batch_size(self, world_size: int) -> int:
+        """Return the size of a micro-batch, which must be even if images are mixed."""
         if not self.augment.mixes:
-            return super().check_parts(world_size)
+            return super().check_batch_size(world_size)
         return self._check_multiple(
             world_size, 2, 'an even multiple', ', or augment.mix_prob=0, because mixup and cutmix pair images'
         )

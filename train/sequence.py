@@ -131,8 +131,8 @@ class SequenceData(ABC):
 
     def options(self) -> LoaderOptions:
         """Return the arguments that all loaders share."""
-        share = self.world.share(self.config.optim.accumulate)
-        return {'share': share, 'num_workers': self.config.data.num_workers}
+        shard = self.world.shard(self.config.optim.accumulate)
+        return {'shard': shard, 'num_workers': self.config.data.num_workers}
 
     def train_options(self) -> TrainLoaderOptions:
         """Return the arguments of the training loader except its data and seed."""
@@ -141,7 +141,7 @@ class SequenceData(ABC):
     @property
     def eval_batch_size(self) -> int:
         """Return the number of sequences in a batch of the evaluation."""
-        return self.config.data.eval_batch_size or self.config.check_parts(self.world.size)
+        return self.config.data.eval_batch_size or self.config.check_batch_size(self.world.size)
 
 
 def build_sequence_model(config: SequenceExperiment, data: SequenceData, **more: Any) -> AFTDecoder:

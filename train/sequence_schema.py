@@ -15,7 +15,7 @@ class PixelData:
     Attributes:
         dir: A folder with `cifar-10-batches-py` or `cifar-10-batches-bin`, one of these folders, or an .npz with
             x_train and x_test.
-        batch_size: Images per optimizer step, over all processes and parts of `optim.accumulate`.
+        batch_size: Images per optimizer step, over all processes and accumulation steps.
         eval_batch_size: Images per batch of the evaluation; None means as many as the model processes at once in
             training.
         eval_split: Images to evaluate after each epoch and with --eval.
@@ -40,7 +40,7 @@ class CharData:
         file: enwik8, text8 or any other file of bytes, plain, .zip or .xz.
         vocabulary: `bytes`, which has 256 symbols, or `text8`, the letters a to z and the space.
         context: Characters in a window, T of the paper.
-        batch_size: Windows per optimizer step, over all processes and parts of `optim.accumulate`.
+        batch_size: Windows per optimizer step, over all processes and accumulation steps.
         eval_batch_size: Windows per batch of the evaluation; None means as many as the model processes at once in
             training.
         eval_stride: Characters from one window of the evaluation to the next. Each is predicted once, from at least
@@ -77,7 +77,7 @@ class RecallData(RecallTask):
             splits.
         valid_size: Examples of the validation.
         test_size: Examples of the test.
-        batch_size: Sequences per optimizer step, over all processes and parts of `optim.accumulate`.
+        batch_size: Sequences per optimizer step, over all processes and accumulation steps.
         eval_batch_size: Sequences per batch of the evaluation; None means as many as the model processes at once in
             training.
         eval_split: Examples to evaluate after each epoch and with --eval. A run always ends with an evaluation on the
@@ -151,7 +151,7 @@ class SequenceExperiment(Experiment):
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        self.check_parts(1)
+        self.check_batch_size(1)
         require('run.reset_head', self.run.reset_head, not self.run.reset_head, 'false for a sequence model')
         for name in ('warmup_lr', 'min_lr'):
             rate = getattr(self.schedule, name)

@@ -70,7 +70,7 @@ class TrainState:
 
     Attributes:
         record: The experiment, as a checkpoint keeps it.
-        batch_size: Samples per update, over all processes and parts.
+        batch_size: Samples per update, over all processes and accumulation steps.
         optim, schedule, run: Sections of the experiment.
         ema_warmup: Whether the decay of the moving average rises in the first updates.
         task: timm's task: the model, possibly compiled or distributed, its loss, its teacher if any, and the moving
@@ -115,10 +115,10 @@ class TrainState:
         """Return the context of a forward pass."""
         return torch.autocast(self.world.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None)
 
-    def prepare_part(self, part: int, batch: Batch) -> Batch:
-        """Seed all randomness of a part of the next update, and return its batch augmented on the device."""
-        parts_before = self.world.rank * self.optim.accumulate
-        random_seed(derive_seed(STEP, self.run.seed, self.progress.updates, parts_before + part))
+    def prepare_micro_batch(self, index: int, batch: Batch) -> Batch:
+        """Seed all randomness of a micro-batch of the next update, and return it augmented on the device."""
+        before = self.world.rank * self.optim.accumulate
+        random_seed(derive_seed(STEP, self.run.seed, self.progress.updates, before + index))
         inputs, targets = batch
         return self.augment(move(inputs, self.world.device), targets.to(self.world.device))
 
@@ -128,7 +128,7 @@ class TrainState:
         updates = self.schedule.epochs * self.progress.updates_per_epoch
         return min(updates, self.schedule.max_updates or updates)
 
-    def is_spent(self) -> bool:
+    def budget_exhausted(self) -> bool:
         """Return whether the goal is met or the updates or time of the run are used up; the same in every process."""
         limit = self.run.max_seconds
         spent = self.progress.updates >= self.total_updates or self.objective.is_met(self.progress.best)
@@ -233,4 +233,4 @@ class TrainState:
 
 
 def _shapes(task_state: dict[str, dict[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
-    return {f'{part}.{name}': tuple(x.shape) for part, values in task_state.items() for name, x in values.items()}
+    return {f'{module}.{name}': tuple(x.shape) for module, values in task_state.items() for name, x in values.items()}

@@ -95,7 +95,7 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
     return Throughput(rates[0], rates[1], rates[2], state.objective.unit)
 
 
-def settle_buckets(state: TrainState) -> None:
+def warm_up_ddp(state: TrainState) -> None:
     """Run two passes on a blank batch, so that sums over processes keep their order from then on.
 
     DistributedDataParallel changes the layout of its gradient buckets after the first pass. Three or more processes add
@@ -132,15 +132,15 @@ def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> Timing:
     The weights change. What a recipe adds to the update, such as clipping and a moving average, counts as the
     trainer's: leave it out of the experiment to see what the trainer itself costs.
     """
-    parts = [batch] * state.optim.accumulate
-    updates = [partial(update, state, parts) for update in (train_step, _bare_update)]
+    micro_batches = [batch] * state.optim.accumulate
+    updates = [partial(update, state, micro_batches) for update in (train_step, _bare_update)]
     state.model.train()
-    return time_interleaved(updates, state.world.device, rounds, least_seconds=0.0)[1]
+    return time_interleaved(updates, state.world.device, rounds, min_seconds=0.0)[1]
 
 
-def _bare_update(state: TrainState, parts: Sequence[Batch]) -> None:
+def _bare_update(state: TrainState, micro_batches: Sequence[Batch]) -> None:
     state.optimizer.zero_grad(set_to_none=True)
-    for batch in parts:
+    for batch in micro_batches:
         _pass(state, batch)
     state.scaler.step(state.optimizer)
     state.scaler.update()

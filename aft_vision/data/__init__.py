@@ -8,7 +8,7 @@ from aft_vision.data.images import CorruptImageError, open_image
 from aft_vision.data.native import Inputs, NativeShape, move
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens, read_cifar10
 from aft_vision.data.recall import RecallTask
-from aft_vision.data.sampling import STEP, Draw, Share, SizeSchedule, derive_seed
+from aft_vision.data.sampling import STEP, Draw, Shard, SizeSchedule, derive_seed
 from aft_vision.data.sequences import (
     IGNORED,
     LoaderOptions,

@@ -41,7 +41,7 @@ NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
 PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
 CAN_SKIP = ('hfds/', 'hfids/', 'wds/')
 # Names that a message lists.
-MOST_LISTED = 10
+MAX_LISTED = 10
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
 
 
@@ -65,9 +65,9 @@ class Source:
             images.
         eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `valid`, `test` that
             exists, or `validation` of a named data set.
-        val_share: Share of the training images, in (0, 1), to hold out for evaluation instead of the validation split;
-            the rest is for training. It is drawn class by class. A folder or tar file of class folders without splits
-            is divided in the same way. None holds out nothing.
+        val_share: Fraction of the training images, in (0, 1), to hold out for evaluation instead of the validation
+            split; the rest is for training. It is drawn class by class. A folder or tar file of class folders without
+            splits is divided in the same way. None holds out nothing.
         val_share_without_split: `val_share` of a data set that has no evaluation split; None for an error.
         val_seed: Seed of that draw, in [0, 2**32); separate from the seed of the run, so that runs have the same
             images.
@@ -265,9 +265,7 @@ def _find_all(root: Path, name: str) -> list[Path]:
 
 
 def _few(names: Sequence[str]) -> str:
-    return ', '.join(names[:MOST_LISTED]) + (
-        f' and {len(names) - MOST_LISTED} more' if len(names) > MOST_LISTED else ''
-    )
+    return ', '.join(names[:MAX_LISTED]) + (f' and {len(names) - MAX_LISTED} more' if len(names) > MAX_LISTED else '')
 
 
 def _open_folder(folder: Path) -> Split:

@@ -27,7 +27,7 @@ from aft_vision.data.datasets import (
     with_evaluation_images,
 )
 from aft_vision.data.native import NativeShape
-from aft_vision.data.sampling import EpochSampler, SeededDataset, Share, SizeSchedule
+from aft_vision.data.sampling import EpochSampler, SeededDataset, Shard, SizeSchedule
 from aft_vision.data.streams import Stream, StreamLoader
 
 _logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def create_loaders(
     evaluation: Preprocessing | None = None,
     eval_batch_size: int | None = None,
     augment: Augmentation | None = None,
-    share: Share | None = None,
+    shard: Shard | None = None,
     seed: int = 0,
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
@@ -103,7 +103,7 @@ def create_loaders(
     """Build the training and validation loaders of a data set.
 
     Order and random changes of the training images depend only on `seed`, the epoch of `Loaders.set_epoch` and the
-    image, not on `num_workers` or `share` (except for streamed data sets, whose readers decide).
+    image, not on `num_workers` or `shard` (except for streamed data sets, whose readers decide).
 
     Args:
         source: A directory or tar file, or a Source for other options.
@@ -115,7 +115,7 @@ def create_loaders(
         eval_batch_size: Images per validation batch; as in training by default.
         augment: Random changes to the training images; DeiT's by default. BatchAugmentation applies erasing, mixup and
             cutmix. Images of native shapes are mixed here, and PatchAugmentation applies the rest.
-        share: Share of this process in every update and in the validation images; everything by default.
+        shard: Shard of this process in every update and in the validation images; everything by default.
         num_workers: Decoding processes per loader; 0 decodes in this process.
         device: Device of the normalised batches.
 
@@ -128,20 +128,20 @@ def create_loaders(
             splits differ, an update is larger than the training split or cannot be divided evenly, or the data set does
             not support an option.
     """
-    share = share or Share()
-    source = _divided(as_source(source), share)
+    shard = shard or Shard()
+    source = _divided(as_source(source), shard)
     sizes = train_size if isinstance(train_size, SizeSchedule) else SizeSchedule((train_size,))
     evaluation = evaluation or Preprocessing(sizes.sizes[-1])
-    images = share.part_size(batch_size)
+    images = shard.micro_batch_size(batch_size)
     train = open_train_split(source, images, seed)
     validation = open_eval_split(source, eval_batch_size or images)
     check_same_classes(train.class_names, validation.class_names)
-    if share.rank == 0:
+    if shard.rank == 0:
         _warn(source, train, validation)
     read = _Reading(evaluation, num_workers, torch.device(device))
     return Loaders(
-        _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, share, read),
-        _eval_loader(validation, eval_batch_size or images, share, read),
+        _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, shard, read),
+        _eval_loader(validation, eval_batch_size or images, shard, read),
         train.class_names,
         f'training: {train.describe()}; validation: {validation.describe()}',
     )
@@ -152,7 +152,7 @@ def create_eval_loader(
     preprocessing: Preprocessing | tuple[int, int],
     batch_size: int,
     *,
-    share: Share | None = None,
+    shard: Shard | None = None,
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
 ) -> tuple[Any, list[str]]:
@@ -164,15 +164,15 @@ def create_eval_loader(
     Returns:
         The loader, with every image of this process once in file order, and the class names by index.
     """
-    share = share or Share()
-    source = _divided(as_source(source), share)
+    shard = shard or Shard()
+    source = _divided(as_source(source), shard)
     split = open_eval_split(source, batch_size)
-    if share.rank == 0:
+    if shard.rank == 0:
         _warn(source, split)
     if not isinstance(preprocessing, Preprocessing):
         preprocessing = Preprocessing(preprocessing)
     read = _Reading(preprocessing, num_workers, torch.device(device))
-    return _eval_loader(split, batch_size, share, read), split.class_names
+    return _eval_loader(split, batch_size, shard, read), split.class_names
 
 
 def as_source(source: Source | str | Path) -> Source:
@@ -180,9 +180,9 @@ def as_source(source: Source | str | Path) -> Source:
     return source if isinstance(source, Source) else Source(dir=str(source))
 
 
-def _divided(source: Source, share: Share) -> Source:
+def _divided(source: Source, shard: Shard) -> Source:
     divided = with_evaluation_images(source)
-    if divided is not source and share.rank == 0:
+    if divided is not source and shard.rank == 0:
         _logger.warning(
             '%s has none of the splits %s: %g of the images of each class are for evaluation, the others for training',
             source.name or source.dir,
@@ -227,31 +227,31 @@ def _train_loader(
     augment: Augmentation,
     batch_size: int,
     seed: int,
-    share: Share,
+    shard: Shard,
     read: _Reading,
 ) -> PrefetchLoader | NaFlexPrefetchLoader:
-    dataset, images, of_both = split.dataset, share.part_size(batch_size), read.preprocessing
+    dataset, images, of_both = split.dataset, shard.micro_batch_size(batch_size), read.preprocessing
     transforms = [dataset.train_transform(size, augment, of_both.mean, of_both.std) for size in sizes.sizes]
     if split.is_stream:
         _check_stream(augment, sizes)
         dataset.transform = transforms[0]
-        dataset.divide(share, batch_size)
+        dataset.divide(shard, batch_size)
         return _loader(dataset, images, read, sizes.sizes)
     dataset.transform = None
-    sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, share, sizes)
+    sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, shard, sizes)
     mix = native_mixup(augment, len(split.class_names)) if isinstance(sizes.sizes[0], NativeShape) else None
     seeded = SeededDataset(ScheduledTransformDataset(dataset, transforms), seed, mix)
     return _loader(seeded, images, read, sizes.sizes, sampler=sampler)
 
 
-def _eval_loader(split: Split, batch_size: int, share: Share, read: _Reading) -> PrefetchLoader | NaFlexPrefetchLoader:
+def _eval_loader(split: Split, batch_size: int, shard: Shard, read: _Reading) -> PrefetchLoader | NaFlexPrefetchLoader:
     if batch_size < 1:
         raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
     dataset, sizes = split.dataset, (read.preprocessing.size,)
     dataset.transform = dataset.eval_transform(read.preprocessing.size, read.preprocessing.crop_pct)
     if not split.is_stream:
-        return _loader(share.of_evaluation(dataset), batch_size, read, sizes)
-    dataset.divide(share, batch_size)
+        return _loader(shard.of_evaluation(dataset), batch_size, read, sizes)
+    dataset.divide(shard, batch_size)
     return _loader(dataset, batch_size, read, sizes)
 
 

@@ -48,7 +48,7 @@ class SizeSchedule:
         kind: `constant` draws each size equally often; `progressive` goes from the first to the last.
         epochs: Epochs of the progressive schedule.
         spread: Standard deviation, in sizes, of the draw around the current position of the progressive schedule.
-        random_mix: Share of draws of the progressive schedule that are uniform, as in the constant one.
+        random_mix: Fraction of draws of the progressive schedule that are uniform, as in the constant one.
     """
 
     sizes: tuple[tuple[int, int] | NativeShape, ...]
@@ -76,15 +76,15 @@ class SizeSchedule:
 
 
 @dataclass(frozen=True)
-class Share:
-    """The share of a process in the batch of every update and in the evaluation.
+class Shard:
+    """The shard of a process in the batch of every update and in the evaluation.
 
-    A batch is dealt to `parts` in turn, so that the repeats of an image are in different parts. The parts of all
+    A batch is dealt to the micro-batches in turn, so that the repeats of an image are in different ones. Those of all
     processes and accumulation steps together are the batch, for any number of them.
 
     Attributes:
         rank, world_size: This process and the number of them.
-        accumulate: Parts of each process's share of an update.
+        accumulate: Accumulation steps of an update, each with a micro-batch per process.
     """
 
     rank: int = 0
@@ -96,20 +96,21 @@ class Share:
             raise ValueError(f'expected rank in [0, world_size) and accumulate of at least 1, got {self}')
 
     @property
-    def parts(self) -> int:
-        """Return the number of parts of a batch, over all processes."""
+    def micro_batches(self) -> int:
+        """Return the number of micro-batches in a batch, over all processes."""
         return self.world_size * self.accumulate
 
-    def part_size(self, batch_size: int) -> int:
-        """Return the number of samples per part; raise a ValueError if the parts of a batch would differ in size."""
-        if batch_size % self.parts:
+    def micro_batch_size(self, batch_size: int) -> int:
+        """Return the number of samples per micro-batch; raise a ValueError if they would differ in size."""
+        if batch_size % self.micro_batches:
             raise ValueError(
-                f'batch_size must be a multiple of {self.parts}, which is accumulate * world_size, got {batch_size}'
+                f'batch_size must be a multiple of {self.micro_batches}, which is accumulate * world_size, got '
+                f'{batch_size}'
             )
-        return batch_size // self.parts
+        return batch_size // self.micro_batches
 
     def of_evaluation(self, dataset: Any) -> Any:
-        """Return the part of a data set that this process evaluates, unpadded: shares may differ by one sample."""
+        """Return the samples of a data set that this process evaluates, unpadded: shards may differ by one sample."""
         return dataset if self.world_size == 1 else Subset(dataset, range(self.rank, len(dataset), self.world_size))
 
 
@@ -118,14 +119,14 @@ class EpochSampler(Sampler[Draw]):
 
     Args:
         size: Images of the data set. An epoch has size // batch_size batches.
-        batch_size: Images per update, over all parts.
+        batch_size: Images per update, over all processes and accumulation steps.
         seed: At least 0.
         repeats: Consecutive occurrences of each drawn image; an epoch draws one image in `repeats`.
-        share: Share of this process in each batch.
+        shard: Shard of this process in each batch.
         sizes: Schedule of the image sizes; None for a single size.
 
     Raises:
-        ValueError: the batch is larger than the data set, or the parts of a batch would differ in size.
+        ValueError: the batch is larger than the data set, or the micro-batches would differ in size.
     """
 
     def __init__(
@@ -134,14 +135,14 @@ class EpochSampler(Sampler[Draw]):
         batch_size: int,
         seed: int,
         repeats: int = 1,
-        share: Share | None = None,
+        shard: Shard | None = None,
         sizes: SizeSchedule | None = None,
     ) -> None:
-        self.share = share or Share()
+        self.shard = shard or Shard()
         self.sizes = sizes
         if not 0 < batch_size <= size:
             raise ValueError(f'batch_size must be in [1, {size}], the number of training images, got {batch_size}')
-        self.part_size = self.share.part_size(batch_size)
+        self.micro_batch_size = self.shard.micro_batch_size(batch_size)
         self.size, self.batch_size, self.seed, self.repeats = size, batch_size, seed, repeats
         self.epoch = self.first_update = 0
         self.size_choice: int | None = None
@@ -160,7 +161,7 @@ class EpochSampler(Sampler[Draw]):
         self.epoch, self.first_update, self.size_choice = epoch, first_update, size
 
     def draws(self, update: int) -> list[Draw]:
-        """Return the samples of this process in one update of the epoch, part by part."""
+        """Return the samples of this process in one update of the epoch, by micro-batch."""
         return self._draws(self._order(), self._choices(), update)
 
     def __iter__(self) -> Iterator[Draw]:
@@ -169,7 +170,7 @@ class EpochSampler(Sampler[Draw]):
             yield from self._draws(order, choices, update)
 
     def __len__(self) -> int:
-        return (self.updates - self.first_update) * self.part_size * self.share.accumulate
+        return (self.updates - self.first_update) * self.micro_batch_size * self.shard.accumulate
 
     def _order(self) -> np.ndarray:
         return np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(self.size)
@@ -182,11 +183,11 @@ class EpochSampler(Sampler[Draw]):
         return self.sizes.choices(self.seed, self.epoch, self.updates)
 
     def _draws(self, order: np.ndarray, choices: list[int], update: int) -> list[Draw]:
-        start, share = update * self.batch_size, self.share
+        start, shard = update * self.batch_size, self.shard
         return [
             Draw(self.epoch, int(order[position // self.repeats]), position % self.repeats, choices[update])
-            for part in range(share.rank * share.accumulate, (share.rank + 1) * share.accumulate)
-            for position in range(start + part, start + self.batch_size, share.parts)
+            for offset in range(shard.rank * shard.accumulate, (shard.rank + 1) * shard.accumulate)
+            for position in range(start + offset, start + self.batch_size, shard.micro_batches)
         ]
 
 

@@ -10,16 +10,16 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from aft_vision.data.imagenet import survive_signals
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens
 from aft_vision.data.recall import FILLER, RecallTask
-from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Share, derive_seed
+from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Shard, derive_seed
 
 # The target of a token that does not count, as in torch's cross-entropy.
 IGNORED = -100
 
 
 class LoaderOptions(TypedDict, total=False):
-    """Options of every loader: the share of this process, all by default, and `num_workers` of the DataLoader."""
+    """Options of every loader: the shard of this process, all by default, and `num_workers` of the DataLoader."""
 
-    share: Share | None
+    shard: Shard | None
     num_workers: int
 
 
@@ -222,15 +222,15 @@ def _train_loader(
     batch_size: int,
     seed: int,
     collate: Callable[[list[Any]], Any],
-    share: Share | None = None,
+    shard: Shard | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
-    share = share or Share()
+    shard = shard or Shard()
     return DataLoader(
         dataset,
-        batch_size=share.part_size(batch_size),
-        sampler=EpochSampler(len(dataset), batch_size, seed, share=share),
+        batch_size=shard.micro_batch_size(batch_size),
+        sampler=EpochSampler(len(dataset), batch_size, seed, shard=shard),
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -243,11 +243,11 @@ def _eval_loader(
     dataset: Any,
     batch_size: int,
     collate: Callable[[list[Any]], Any],
-    share: Share | None = None,
+    shard: Shard | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
     return DataLoader(
-        (share or Share()).of_evaluation(dataset),
+        (shard or Shard()).of_evaluation(dataset),
         batch_size=batch_size,
         collate_fn=collate,
         num_workers=num_workers,

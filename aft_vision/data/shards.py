@@ -34,7 +34,7 @@ class StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f'{error} at byte {file.offset}') from error
 
 
-class Shard(NamedTuple):
+class TarShard(NamedTuple):
     """A tar file of a WebDataset.
 
     Attributes:
@@ -62,7 +62,7 @@ class WebDataset(Stream):
     def __init__(
         self,
         place: str,
-        files: Sequence[Shard],
+        files: Sequence[TarShard],
         images: int,
         input_key: str | None,
         target_key: str | None,
@@ -84,23 +84,23 @@ class WebDataset(Stream):
         samples = self._samples()
         if self.is_training:
             worker, _ = this_worker()
-            rng = random.Random(derive_seed(ORDER, self.seed, self.epoch, self.share.rank, worker))
+            rng = random.Random(derive_seed(ORDER, self.seed, self.epoch, self.shard.rank, worker))
             shuffle = require_webdataset().shuffle(SAMPLE_SHUFFLE_SIZE, initial=SAMPLE_INITIAL_SIZE, rng=rng)
             samples = shuffle(samples)
         return self._decode(samples)
 
     def _samples(self) -> Iterator[Sample]:
         worker, workers = this_worker()
-        for file, first, end in self._parts()[worker::workers]:
+        for file, first, end in self._ranges()[worker::workers]:
             left = self.images if end is None else end - first
             try:
-                for sample in self._part(file, first, end):
+                for sample in self._read_range(file, first, end):
                     yield sample
                     left -= 1
             except CorruptImageError as error:
                 self.report(error, left)
 
-    def _parts(self) -> list[tuple[Shard, int, int | None]]:
+    def _ranges(self) -> list[tuple[TarShard, int, int | None]]:
         """Return the shards of this process, with the position of its first sample in each, and that after its last."""
         order: Iterable[int] = range(len(self.files))
         if self.is_training:
@@ -110,15 +110,15 @@ class WebDataset(Stream):
             return [(file, 0, None) for file in files]
         begins = accumulate((file.images or 0 for file in files), initial=0)
         first, end = self.bounds
-        parts = [
+        ranges = [
             (file, max(first - begin, 0), min(end - begin, file.images or 0))
             for file, begin in zip(files, begins, strict=False)
         ]
-        return [(file, low, high) for file, low, high in parts if low < high]
+        return [(file, low, high) for file, low, high in ranges if low < high]
 
-    def _part(self, file: Shard, first: int, end: int | None) -> Iterator[Sample]:
+    def _read_range(self, file: TarShard, first: int, end: int | None) -> Iterator[Sample]:
         count = 0
-        for sample in self._shard(file.url):
+        for sample in self._read_shard(file.url):
             if first <= count and (end is None or count < end):
                 yield sample
             count += 1
@@ -130,7 +130,7 @@ class WebDataset(Stream):
                 f'shard_lengths in {INFO_FILES[0]}'
             )
 
-    def _shard(self, url: str) -> Iterator[Sample]:
+    def _read_shard(self, url: str) -> Iterator[Sample]:
         """Yield the samples of a shard."""
         stem, found = '', dict[str, tuple[str, bytes]]()
         for name, ending, content in self._members(url):
@@ -239,7 +239,7 @@ def open_shards(
         for each in splits.values()
         for file, count in zip(each['filenames'], each.get('shard_lengths', ()), strict=False)
     }
-    files = [Shard(os.path.join(root, file), known.get(file)) for file in names]
+    files = [TarShard(os.path.join(root, file), known.get(file)) for file in names]
     counts = [file.images for file in files if file.images is not None]
     images, place = stated or info.get('num_samples') or sum(counts), f'the split {name} of {root}'
     if len(counts) == len(files) and images != sum(counts):

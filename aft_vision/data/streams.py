@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from aft_vision.data.checked import REMEDY, ImageData, new_flags
 from aft_vision.data.images import CorruptImageError, open_image
-from aft_vision.data.sampling import SAMPLE, Share, derive_seed, restored_generators, seed_generators
+from aft_vision.data.sampling import SAMPLE, Shard, derive_seed, restored_generators, seed_generators
 
 # A data set that is downloaded before it is read is divided into so many parts.
 DOWNLOADED_SHARDS = 64
 # Flags of what has been named.
-MOST_NAMED = 2**20
+NUM_FLAGS = 2**20
 
 _logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Stream(ImageData, IterableDataset, ABC):
     Args:
         place: Name of the split in errors.
         images: Number of images; 0 if it is unknown.
-        shards: Number of parts that different processes can read.
+        num_files: Number of files that different processes can read.
         is_training: Read in random order, and change images at random.
         seed: Seed of the order and of the changes, in [0, 2**32).
 
@@ -62,9 +62,10 @@ class Stream(ImageData, IterableDataset, ABC):
     # How several processes can read the data set.
     division = 'a data set with random access, such as a folder, can be divided'
 
-    def __init__(self, place: str, images: int, shards: int, is_training: bool, seed: int) -> None:
-        self.place, self.images, self.shards, self.is_training, self.seed = place, images, shards, is_training, seed
-        self.share, self.used = Share(), images
+    def __init__(self, place: str, images: int, num_files: int, is_training: bool, seed: int) -> None:
+        self.place, self.images, self.num_files = place, images, num_files
+        self.is_training, self.seed = is_training, seed
+        self.shard, self.used = Shard(), images
         # The loading processes see it, which live longer than an epoch.
         self._epoch = SharedCount()
         self._reads_all = SharedCount()
@@ -88,8 +89,8 @@ class Stream(ImageData, IterableDataset, ABC):
         """Set the epoch of the next pass."""
         self._epoch.value = epoch
 
-    def divide(self, share: Share, batch_size: int) -> None:
-        """Set the share of this process in an epoch, which has only whole batches in training.
+    def divide(self, shard: Shard, batch_size: int) -> None:
+        """Set the shard of this process in an epoch, which has only whole batches in training.
 
         Args:
             batch_size: Images per update, over all processes.
@@ -101,31 +102,31 @@ class Stream(ImageData, IterableDataset, ABC):
             raise ValueError(
                 f'batch_size must be in [1, {self.images}], the number of training images, got {batch_size}'
             )
-        if share.world_size > 1 and not self.is_divisible:
+        if shard.world_size > 1 and not self.is_divisible:
             raise ValueError(
                 f'expected one process for {self.place}, which does not say how many images each of its files has, got '
-                f'{share.world_size}; {self.division}'
+                f'{shard.world_size}; {self.division}'
             )
-        self.share = share
+        self.shard = shard
         self.used = self.images // batch_size * batch_size if self.is_training else self.images
 
     def limit_workers(self, number: int) -> int:
         """Return how many of a number of loading processes can have a file each, and log if they are fewer."""
-        files = max(self.shards // self.share.world_size, 1)
-        if number > files and self.share.rank == 0:
+        files = max(self.num_files // self.shard.world_size, 1)
+        if number > files and self.shard.rank == 0:
             _logger.warning(
                 '%d instead of data.num_workers=%d processes read %s: each needs a file of its own, and it has %d',
                 files,
                 number,
                 self.place,
-                self.shards,
+                self.num_files,
             )
         return min(number, files)
 
     @property
     def bounds(self) -> tuple[int, int]:
         """Return the position in an epoch of the first image of this process, and that after its last one."""
-        rank, size = self.share.rank, self.share.world_size
+        rank, size = self.shard.rank, self.shard.world_size
         return self.used * rank // size, self.used * (rank + 1) // size
 
     def __len__(self) -> int:
@@ -141,7 +142,7 @@ class Stream(ImageData, IterableDataset, ABC):
         if not self.is_training:
             return self.transform(image)
         with restored_generators():
-            seed_generators(derive_seed(SAMPLE, self.seed, self.epoch, self.share.rank, this_worker()[0], index))
+            seed_generators(derive_seed(SAMPLE, self.seed, self.epoch, self.shard.rank, this_worker()[0], index))
             return self.transform(image)
 
     def _decode(self, samples: Iterator[Sample]) -> Iterator[tuple[Any, int]]:
@@ -155,11 +156,11 @@ class Stream(ImageData, IterableDataset, ABC):
 
     def skip_corrupt(self, instead: str) -> None:
         """Leave out images that cannot be decoded and what cannot be read of a shard; name each once."""
-        self._named = new_flags(MOST_NAMED)
+        self._named = new_flags(NUM_FLAGS)
 
     @property
     def reads_all(self) -> bool:
-        """Return whether the next pass reads the share of every process."""
+        """Return whether the next pass reads the shards of all processes."""
         return bool(self._reads_all.value)
 
     @reads_all.setter
@@ -186,7 +187,7 @@ class Stream(ImageData, IterableDataset, ABC):
             self._skipped.value += images
         # Images have no number here. Two of them may share a flag; their count is reported all the same. Pillow's part
         # of the message has the address of a file in memory.
-        flag = zlib.crc32(str(error).partition(': ')[0].encode()) % MOST_NAMED
+        flag = zlib.crc32(str(error).partition(': ')[0].encode()) % NUM_FLAGS
         if not self._named[flag]:
             self._named[flag] = True
             _logger.warning('skipped: %s', error)
@@ -395,7 +396,7 @@ class StreamLoader(DataLoader):
                 self._compare(found)
             if not stream.is_training:
                 return
-            if made == before and stream.share.world_size > 1 and not stream.reads_all:
+            if made == before and stream.shard.world_size > 1 and not stream.reads_all:
                 # All shards of this process are missing.
                 stream.reads_all = True
             elif made == before:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 # The most tokens of a padded grid for each patch of its images. Fewer on a CPU, where an image alone costs as much as
 # one among others; other devices want large batches.
-MOST_TOKENS_CPU, MOST_TOKENS = 1.1, 1.5
+MAX_TOKEN_RATIO_CPU, MAX_TOKEN_RATIO = 1.1, 1.5
 
 
 class Patches(NamedTuple):
@@ -74,9 +74,9 @@ def compute_on_patches(
     """
     # (B, 2); an image without patches has one token, which does not count.
     grids = torch.where(patches.valid.unsqueeze(-1), patches.coord + 1, 1).amax(1).tolist()
-    most_tokens = MOST_TOKENS_CPU if patches.values.is_cpu else MOST_TOKENS
+    max_ratio = MAX_TOKEN_RATIO_CPU if patches.values.is_cpu else MAX_TOKEN_RATIO
     # A batch without images is one group.
-    parts, groups = [], _group(grids, most_tokens if pads else 1.0) or [[]]
+    parts, groups = [], _group(grids, max_ratio if pads else 1.0) or [[]]
     for members in groups:
         rows, columns = (max((grids[index][axis] for index in members), default=1) for axis in (0, 1))
         parts.append(_compute_group(compute, Patches(*(x[members] for x in patches)), patch_size, (rows, columns)))
@@ -84,14 +84,14 @@ def compute_on_patches(
     return [torch.cat(tokens)[order.argsort()] for tokens in zip(*parts, strict=True)]
 
 
-def _group(grids: list[list[int]], most_tokens: float) -> list[list[int]]:
-    # Indices of images that share a grid, which has at most `most_tokens` for each of theirs.
+def _group(grids: list[list[int]], max_ratio: float) -> list[list[int]]:
+    # Indices of images that share a grid, which has at most `max_ratio` for each of theirs.
     groups: list[list[int]] = []
     rows = columns = tokens = 0
     for index in sorted(range(len(grids)), key=lambda index: grids[index]):
         height, width = grids[index]
         rows, columns, tokens = max(rows, height), max(columns, width), tokens + height * width
-        if not groups or rows * columns * (len(groups[-1]) + 1) > most_tokens * tokens:
+        if not groups or rows * columns * (len(groups[-1]) + 1) > max_ratio * tokens:
             groups.append([])
             rows, columns, tokens = height, width, height * width
         groups[-1].append(index)

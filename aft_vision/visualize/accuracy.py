@@ -14,9 +14,9 @@ from aft_vision.visualize.photographs import class_labels, load_batches, load_ph
 
 # Shorter sides of files, in pixels, that separate the bins.
 EDGES = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MOST_CLASSES = 40
+MAX_CLASSES = 40
 # With fewer images the interval of 95 % is wider than 40 points, and equal classes look very different.
-FEWEST_IMAGES = 20
+MIN_IMAGES = 20
 # The quantile of a two-sided interval of 95 %.
 NORMAL = 1.96
 
@@ -81,28 +81,28 @@ def standard_error(right: int, count: int) -> float:
 def by_size(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
     """Return photographs by the bin of EDGES that the shorter side of their file is in, small ones first.
 
-    Bins of fewer than FEWEST_IMAGES are left out.
+    Bins of fewer than MIN_IMAGES are left out.
     """
     bounds = [0, *EDGES, math.inf]
     groups = {}
     for low, high in pairwise(bounds):
         name = f'below {high}' if low == 0 else f'{low} and more' if high == math.inf else f'{low} to {int(high) - 1}'
         groups[name] = [each for each in judged if low <= each.short_side < high]
-    return {name: group for name, group in groups.items() if len(group) >= FEWEST_IMAGES}
+    return {name: group for name, group in groups.items() if len(group) >= MIN_IMAGES}
 
 
 def by_class(judged: Sequence[Judged], names: Sequence[str]) -> dict[str, list[Judged]]:
     """Return photographs by the name of their class, the most accurate class last.
 
-    Classes of fewer than FEWEST_IMAGES are left out. Of more than MOST_CLASSES, those at both ends are returned.
+    Classes of fewer than MIN_IMAGES are left out. Of more than MAX_CLASSES, those at both ends are returned.
     """
     groups: dict[str, list[Judged]] = {}
     for each in judged:
         groups.setdefault(names[each.truth], []).append(each)
-    groups = {name: group for name, group in groups.items() if len(group) >= FEWEST_IMAGES}
+    groups = {name: group for name, group in groups.items() if len(group) >= MIN_IMAGES}
     order = sorted(groups, key=lambda name: (_share(groups[name]), name))
-    if len(order) > MOST_CLASSES:
-        order = order[: MOST_CLASSES // 2] + order[-MOST_CLASSES // 2 :]
+    if len(order) > MAX_CLASSES:
+        order = order[: MAX_CLASSES // 2] + order[-MAX_CLASSES // 2 :]
     return {name: groups[name] for name in order}
 
 

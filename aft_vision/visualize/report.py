@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from aft_vision.layers import aft_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
-    FEWEST_IMAGES,
-    MOST_CLASSES,
+    MAX_CLASSES,
+    MIN_IMAGES,
     by_class,
     by_size,
     draw_examples,
@@ -142,18 +142,18 @@ def _accuracy_section(report: Report) -> str:
     height, width = report.size or default_size(report.model)
     sizes, classes = by_size(judged), by_class(judged, names)
     images = Counter(each.truth for each in judged)
-    count = sum(number >= FEWEST_IMAGES for number in images.values())
+    count = sum(number >= MIN_IMAGES for number in images.values())
     parts = [
         paragraph(
             f'Top-1 {100 * share:.1f}% with a standard error of {100 * error:.1f}, on {len(judged)} images whose '
             f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels. '
             'Points in the pictures have intervals of 95 % (Wilson), and the number of images is in brackets. '
-            f'Groups of fewer than {FEWEST_IMAGES} images are left out: {len(images) - count} of {len(images)} '
+            f'Groups of fewer than {MIN_IMAGES} images are left out: {len(images) - count} of {len(images)} '
             f'classes, and {len(judged) - sum(map(len, sizes.values()))} of {len(judged)} images by the size of their '
             'file.'
         )
     ]
-    by = f'class: the {MOST_CLASSES} lowest and highest of {count}' if len(classes) == MOST_CLASSES < count else 'class'
+    by = f'class: the {MAX_CLASSES} lowest and highest of {count}' if len(classes) == MAX_CLASSES < count else 'class'
     for groups, label, kind in ((sizes, 'shorter side of the file (px)', 'size'), (classes, by, by)):
         if len(groups) > 1:
             alt = f'Top-1 by {kind}, with intervals of 95 %: {len(groups)} groups of images'

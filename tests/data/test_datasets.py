@@ -18,7 +18,7 @@ from aft_vision.data import (
     Augmentation,
     CorruptImageError,
     Preprocessing,
-    Share,
+    Shard,
     Source,
     create_eval_loader,
     create_loaders,
@@ -605,7 +605,7 @@ def test_a_share_that_is_held_apart_is_said_and_a_split_is_used(tmp_path, caplog
 def test_processes_share_out_the_held_images(tmp_path):
     source = Source(dir=str(make_numbered(tmp_path, COUNTS)), val_share=0.2)
     trained, held, _ = divide(source)
-    parts = [divide(source, share=Share(rank, 2), batch_size=2) for rank in range(2)]
+    parts = [divide(source, shard=Shard(rank, 2), batch_size=2) for rank in range(2)]
     assert sorted(parts[0][1] + parts[1][1]) == sorted(held)
     assert not set(held) & {*parts[0][0], *parts[1][0]}
     assert len({*parts[0][0], *parts[1][0]}) >= len(trained) - 1

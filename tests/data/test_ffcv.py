@@ -25,7 +25,7 @@ from aft_vision.data import (
     CorruptImageError,
     NativeShape,
     Preprocessing,
-    Share,
+    Shard,
     SizeSchedule,
     Source,
     create_eval_loader,
@@ -160,8 +160,8 @@ def test_epochs_differ_and_one_that_goes_on_has_the_rest_of_its_images(clothing)
 
 
 def test_two_processes_have_the_images_of_one(clothing):
-    whole = batches(clothing, share=Share(accumulate=2))
-    parts = [batches(clothing, share=Share(rank, 2)) for rank in range(2)]
+    whole = batches(clothing, shard=Shard(accumulate=2))
+    parts = [batches(clothing, shard=Shard(rank, 2)) for rank in range(2)]
     assert_same_batches([part for pair in zip(*parts, strict=True) for part in pair], whole)
 
 
@@ -169,7 +169,7 @@ def test_each_image_is_evaluated_once_whatever_the_number_of_processes(clothing)
     found = []
     for rank in range(3):
         loaders = create_loaders(
-            clothing, (16, 16), 6, augment=CROP, eval_batch_size=7, share=Share(rank, 3), num_workers=0
+            clothing, (16, 16), 6, augment=CROP, eval_batch_size=7, shard=Shard(rank, 3), num_workers=0
         )
         found += [image for images, _ in loaders.validation for image in images]
     whole = torch.cat([images for images, _ in create_eval_loader(clothing, (16, 16), 50, num_workers=0)[0]])
@@ -186,7 +186,7 @@ def test_images_are_repeated_with_other_changes(clothing):
 def test_updates_have_the_sizes_of_the_schedule(clothing):
     # A size may come twice.
     sizes = SizeSchedule(((16, 16), (24, 32), (16, 16)))
-    options = dict(sizes=sizes, share=Share(accumulate=10))
+    options = dict(sizes=sizes, shard=Shard(accumulate=10))
     shapes = {tuple(images.shape) for epoch in range(3) for images, _ in batches(clothing, epoch=epoch, **options)}
     assert shapes == {(5, 3, 16, 16), (5, 3, 24, 32)}
 

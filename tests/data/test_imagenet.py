@@ -11,7 +11,7 @@ from aft_vision.data import (
     Augmentation,
     Loaders,
     Preprocessing,
-    Share,
+    Shard,
     SizeSchedule,
     create_eval_loader,
     create_loaders,
@@ -106,20 +106,20 @@ def test_repeated_augmentation_shows_an_image_several_times_and_otherwise_each_t
 def test_processes_share_the_updates_and_the_validation_images():
     options = dict(augment=Augmentation(repeats=1), num_workers=0)
     whole = create_loaders(CLOTHING, (16, 16), 12, **options)
-    shares = [create_loaders(CLOTHING, (16, 16), 12, share=Share(rank, 3, 2), **options) for rank in range(3)]
-    assert {len(share.train) for share in shares} == {2 * len(whole.train)}
+    shards = [create_loaders(CLOTHING, (16, 16), 12, shard=Shard(rank, 3, 2), **options) for rank in range(3)]
+    assert {len(shard.train) for shard in shards} == {2 * len(whole.train)}
     images = next(iter(whole.train))[0]
-    parts = [images for share in shares for _, (images, _) in zip(range(2), share.train, strict=False)]
+    parts = [images for shard in shards for _, (images, _) in zip(range(2), shard.train, strict=False)]
     assert [len(part) for part in parts] == [2] * 6
     assert torch.equal(torch.stack(parts, 1).flatten(0, 1), images)
-    validation = [torch.cat([targets for _, targets in share.validation]) for share in shares]
+    validation = [torch.cat([targets for _, targets in shard.validation]) for shard in shards]
     assert [len(targets) for targets in validation] == [67, 67, 66]
     assert torch.equal(torch.cat(validation).sort().values, torch.arange(10).repeat_interleave(20))
 
 
 def test_an_update_that_cannot_be_shared_evenly_is_rejected():
     with pytest.raises(ValueError, match=r'multiple of 6, which is accumulate \* world_size, got 10'):
-        create_loaders(CLOTHING, (16, 16), 10, share=Share(0, 3, 2), num_workers=0)
+        create_loaders(CLOTHING, (16, 16), 10, shard=Shard(0, 3, 2), num_workers=0)
 
 
 def test_a_stream_cannot_begin_within_an_epoch():
@@ -155,7 +155,7 @@ def test_training_images_are_changed_as_by_timms_own_loader():
 def test_updates_have_the_sizes_of_the_schedule_and_validation_its_own():
     sizes = SizeSchedule(((16, 16), (24, 32)))
     loaders = create_loaders(
-        CLOTHING, sizes, 40, evaluation=Preprocessing((40, 40)), share=Share(accumulate=2), num_workers=0
+        CLOTHING, sizes, 40, evaluation=Preprocessing((40, 40)), shard=Shard(accumulate=2), num_workers=0
     )
     shapes = [tuple(images.shape[2:]) for images, _ in loaders.train]
     assert len(shapes) == 2 * 15

@@ -18,7 +18,7 @@ from aft_vision.data import (
     NativeShape,
     PatchAugmentation,
     Preprocessing,
-    Share,
+    Shard,
     SizeSchedule,
     Source,
     create_eval_loader,
@@ -32,8 +32,8 @@ MIXED = Augmentation(repeats=1, mix_prob=1.0, mixup=0.8, cutmix=1.0)
 PLAIN = Augmentation(scale=(1, 1), hflip=0, color_jitter=0, auto_augment=None, random_erasing=0, repeats=1, mix_prob=0)
 
 
-def load(share: Share | None = None, augment: Augmentation = MIXED, batch: int = 12, workers: int = 0) -> Loaders:
-    return create_loaders(CLOTHING, SHAPE, batch, augment=augment, share=share, seed=3, num_workers=workers)
+def load(shard: Shard | None = None, augment: Augmentation = MIXED, batch: int = 12, workers: int = 0) -> Loaders:
+    return create_loaders(CLOTHING, SHAPE, batch, augment=augment, shard=shard, seed=3, num_workers=workers)
 
 
 def parts_of(loaders: Loaders, count: int) -> list[dict[str, Tensor]]:
@@ -116,10 +116,10 @@ def test_an_image_of_a_loaded_batch_equals_the_image_alone(tmp_path, name):
 
 @pytest.mark.parametrize('augment', [MIXED, PLAIN])
 def test_ranks_have_disjoint_shares_that_are_the_parts_of_one_process(augment):
-    whole = parts_of(load(Share(accumulate=2), augment), 4)
-    ranks = [parts_of(load(Share(rank, 2), augment), 2) for rank in range(2)]
+    whole = parts_of(load(Shard(accumulate=2), augment), 4)
+    ranks = [parts_of(load(Shard(rank, 2), augment), 2) for rank in range(2)]
     assert_same([part for update in zip(*ranks, strict=True) for part in update], whole)
-    draws = [set(load(Share(rank, 2), augment).train.sampler.draws(0)) for rank in range(2)]
+    draws = [set(load(Shard(rank, 2), augment).train.sampler.draws(0)) for rank in range(2)]
     assert not draws[0] & draws[1]
     assert len(draws[0] | draws[1]) == 12
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from aft_vision.data import IGNORED, RecallTask, Share, recall_eval_loader, recall_train_loader
+from aft_vision.data import IGNORED, RecallTask, Shard, recall_eval_loader, recall_train_loader
 
 TASK = RecallTask(pairs=8, context=64, vocab_size=64)
 
@@ -100,8 +100,8 @@ def test_a_loader_has_targets_at_the_answers_and_new_examples_in_every_epoch():
 
 
 def test_processes_share_the_examples_of_an_evaluation():
-    shares = [recall_eval_loader(TASK, 'test', 7, 2, share=Share(rank, 3)) for rank in range(3)]
-    found = [tuple(row) for loader in shares for tokens, _ in loader for row in tokens.tolist()]
+    shards = [recall_eval_loader(TASK, 'test', 7, 2, shard=Shard(rank, 3)) for rank in range(3)]
+    found = [tuple(row) for loader in shards for tokens, _ in loader for row in tokens.tolist()]
     assert sorted(found) == sorted(tuple(tokens) for tokens, _ in examples(TASK, 7, 'test'))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from aft_vision.data import derive_seed
-from aft_vision.data.sampling import Draw, EpochSampler, SeededDataset, Share, SizeSchedule, seed_generators
+from aft_vision.data.sampling import Draw, EpochSampler, SeededDataset, Shard, SizeSchedule, seed_generators
 
 
 class Randoms:
@@ -51,22 +51,22 @@ def test_an_epoch_has_whole_batches_alone():
 @pytest.mark.parametrize(('processes', 'accumulate'), [(1, 1), (2, 1), (2, 2), (1, 4), (4, 3)])
 def test_the_parts_of_all_processes_make_the_batch_of_one(processes: int, accumulate: int, repeats: int):
     whole = EpochSampler(50, 12, seed=3, repeats=repeats)
-    shares = [EpochSampler(50, 12, 3, repeats, Share(rank, processes, accumulate)) for rank in range(processes)]
+    shards = [EpochSampler(50, 12, 3, repeats, Shard(rank, processes, accumulate)) for rank in range(processes)]
     for update in range(4):
-        draws = [draw for share in shares for draw in share.draws(update)]
+        draws = [draw for shard in shards for draw in shard.draws(update)]
         assert sorted(draws) == sorted(whole.draws(update))
-    assert {len(share) for share in shares} == {48 // processes}
+    assert {len(shard) for shard in shards} == {48 // processes}
 
 
 def test_repeats_of_an_image_come_into_different_parts():
-    first, second, third = (EpochSampler(12, 12, 0, 3, Share(part, 3)).draws(0) for part in range(3))
+    first, second, third = (EpochSampler(12, 12, 0, 3, Shard(part, 3)).draws(0) for part in range(3))
     assert [draw.image for draw in first] == [draw.image for draw in second] == [draw.image for draw in third]
     assert {draw.repeat for draw in second} == {1}
 
 
 def test_accumulation_steps_of_a_process_are_the_parts_of_several():
-    steps = EpochSampler(12, 12, 0, share=Share(1, 2, accumulate=2)).draws(0)
-    assert steps == [draw for part in (2, 3) for draw in EpochSampler(12, 12, 0, share=Share(part, 4)).draws(0)]
+    steps = EpochSampler(12, 12, 0, shard=Shard(1, 2, accumulate=2)).draws(0)
+    assert steps == [draw for part in (2, 3) for draw in EpochSampler(12, 12, 0, shard=Shard(part, 4)).draws(0)]
 
 
 def test_a_pass_may_begin_within_the_epoch():
@@ -84,7 +84,7 @@ def test_a_pass_may_begin_within_the_epoch():
     [
         (dict(batch_size=13), r'in \[1, 12\], .* got 13'),
         (dict(batch_size=0), r'in \[1, 12\], .* got 0'),
-        (dict(batch_size=4, share=Share(0, 3)), 'a multiple of 3, which is .*, got 4'),
+        (dict(batch_size=4, shard=Shard(0, 3)), 'a multiple of 3, which is .*, got 4'),
     ],
 )
 def test_a_batch_that_cannot_be_drawn_is_rejected(options, message):
@@ -94,8 +94,8 @@ def test_a_batch_that_cannot_be_drawn_is_rejected(options, message):
 
 @pytest.mark.parametrize('numbers', [(2, 2, 1), (-1, 2, 1), (0, 1, 0)])
 def test_a_share_that_no_process_has_is_rejected(numbers):
-    with pytest.raises(ValueError, match='accumulate of at least 1, got Share'):
-        Share(*numbers)
+    with pytest.raises(ValueError, match='accumulate of at least 1, got Shard'):
+        Shard(*numbers)
 
 
 @pytest.mark.parametrize('num_workers', [0, 1, 2])
@@ -124,8 +124,8 @@ def test_all_images_of_an_update_have_one_size_whoever_draws_them():
     assert {len(found) for found in per_update} == {1}
     assert set.union(*per_update) == {0, 1, 2}
     for part in range(3):
-        share = EpochSampler(60, 6, 3, share=Share(part, 3), sizes=sizes)
-        assert [{draw.size for draw in share.draws(update)} for update in range(10)] == per_update
+        shard = EpochSampler(60, 6, 3, shard=Shard(part, 3), sizes=sizes)
+        assert [{draw.size for draw in shard.draws(update)} for update in range(10)] == per_update
     whole.set_epoch(0, first_update=7)
     assert [draw.size for draw in whole][::6] == [found.pop() for found in per_update[7:]]
 

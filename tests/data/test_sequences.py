@@ -7,7 +7,7 @@ import torch
 from aft_vision.data import (
     IGNORED,
     PixelAugmentation,
-    Share,
+    Shard,
     char_eval_loader,
     char_train_loader,
     images_to_tokens,
@@ -57,12 +57,12 @@ def test_a_sample_depends_on_the_seed_and_its_place_in_the_run_alone(kind):
     whole = make()
     assert all(torch.equal(a, b) for a, b in zip(whole, make(num_workers=1), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(whole, make(seed=1), strict=True))
-    parts = make(share=Share(accumulate=2))
-    shares = [make(share=Share(rank, 2)) for rank in (0, 1)]
+    parts = make(shard=Shard(accumulate=2))
+    shards = [make(shard=Shard(rank, 2)) for rank in (0, 1)]
     for update, batch in enumerate(whole):
         assert torch.equal(torch.cat(parts[2 * update : 2 * update + 2]), torch.cat([batch[0::2], batch[1::2]]))
         for rank in (0, 1):
-            assert torch.equal(shares[rank][update], batch[rank::2])
+            assert torch.equal(shards[rank][update], batch[rank::2])
 
 
 def test_an_epoch_goes_on_at_any_update_and_the_next_is_another():
@@ -110,14 +110,14 @@ def test_a_stride_out_of_range_is_rejected(stride):
 def test_processes_share_the_windows_and_count_each_character_once():
     text, found = TEXT[:101], []
     for rank in range(3):
-        for tokens, targets in char_eval_loader(text, 16, 2, stride=5, share=Share(rank, 3)):
+        for tokens, targets in char_eval_loader(text, 16, 2, stride=5, shard=Shard(rank, 3)):
             assert torch.equal(targets[targets != IGNORED], tokens[targets != IGNORED])
             found += targets[targets != IGNORED].tolist()
     assert sorted(found) == sorted(text.tolist())
 
 
 def test_processes_share_the_images_of_an_evaluation():
-    loaders = [pixel_eval_loader(IMAGES[:7], 2, share=Share(rank, 3)) for rank in range(3)]
+    loaders = [pixel_eval_loader(IMAGES[:7], 2, shard=Shard(rank, 3)) for rank in range(3)]
     found = torch.cat([tokens for loader in loaders for tokens, _ in loader])
     assert sorted(found.tolist()) == sorted(images_to_tokens(IMAGES[:7]).tolist())
 

@@ -10,7 +10,7 @@ import torch
 from helpers import NO_AUGMENTATION
 from stream_files import encode, numbered, write_shards
 
-from aft_vision.data import CorruptImageError, Preprocessing, Share, Source, create_eval_loader, create_loaders
+from aft_vision.data import CorruptImageError, Preprocessing, Shard, Source, create_eval_loader, create_loaders
 
 pytest.importorskip('webdataset')
 PLAIN = Preprocessing((16, 16), crop_pct=1.0, mean=(0, 0, 0), std=(1, 1, 1))
@@ -161,7 +161,7 @@ def test_a_process_whose_shard_is_missing_reads_those_of_others(tmp_path, worker
     source = replace(write_shards(tmp_path, [numbered(0, 4), numbered(4, 4)]), on_corrupt_image='skip')
     damage(source, 'missing')
     for rank in range(2):
-        for epoch in train(source, 4, epochs=2, share=Share(rank, 2), num_workers=workers):
+        for epoch in train(source, 4, epochs=2, shard=Shard(rank, 2), num_workers=workers):
             assert len(epoch) == 4
             assert set(epoch) <= {4, 5, 6, 7}
 
@@ -213,7 +213,7 @@ def test_shards_without_an_info_file_need_the_number_of_images(tmp_path):
     assert evaluate(counted, num_workers=2) == [0, 1, 2, 4, 5, 6, 3, 7]
     assert sorted(train(counted, num_workers=2)[0]) == list(range(8))
     with pytest.raises(ValueError, match=r'expected one process for the split validation.*, got 2; shard_lengths in'):
-        evaluate(counted, share=Share(0, 2))
+        evaluate(counted, shard=Shard(0, 2))
     with pytest.raises(ValueError, match=r'expected a split of _info\.json in .*, which has none, or shards such as'):
         evaluate(source)
 
@@ -258,10 +258,10 @@ def test_an_epoch_has_every_image_once_for_any_number_of_loading_processes(tmp_p
 @pytest.mark.parametrize('processes', [2, 3])
 def test_processes_share_each_image_once_and_have_equally_many_updates(tmp_path, processes):
     source = write_shards(tmp_path, [numbered(0, 9), numbered(9, 4)])
-    shares = [Share(rank, processes) for rank in range(processes)]
-    evaluated = [evaluate(source, share=share) for share in shares]
+    shards = [Shard(rank, processes) for rank in range(processes)]
+    evaluated = [evaluate(source, shard=shard) for shard in shards]
     assert sorted(chain(*evaluated)) == list(range(13))
-    trained = [train(source, 2 * processes, share=share)[0] for share in shares]
+    trained = [train(source, 2 * processes, shard=shard)[0] for shard in shards]
     assert {len(each) for each in trained} == {12 // processes}
     assert len(set(chain(*trained))) == 12
 

@@ -11,7 +11,7 @@ from helpers import CLOTHING, NO_AUGMENTATION
 from PIL import ExifTags, Image
 from stream_files import encode, write_rows
 
-from aft_vision.data import CorruptImageError, Preprocessing, Share, Source, create_eval_loader, create_loaders
+from aft_vision.data import CorruptImageError, Preprocessing, Shard, Source, create_eval_loader, create_loaders
 from aft_vision.data.streams import StreamLoader, TensorFlowStream
 
 pytest.importorskip('datasets')
@@ -31,9 +31,9 @@ def offline(monkeypatch):
     monkeypatch.setenv('HF_DATASETS_OFFLINE', '1')
 
 
-def images_of(source: Source, share: Share | None = None, **options) -> list[tuple[int, bytes]]:
+def images_of(source: Source, shard: Shard | None = None, **options) -> list[tuple[int, bytes]]:
     """Classes and pixels of the evaluation images."""
-    loader, _ = create_eval_loader(source, PLAIN, 3, share=share, **{'num_workers': 0, **options})
+    loader, _ = create_eval_loader(source, PLAIN, 3, shard=shard, **{'num_workers': 0, **options})
     return [(int(y), x.numpy().tobytes()) for images, targets in loader for x, y in zip(images, targets, strict=True)]
 
 
@@ -83,7 +83,7 @@ def test_streamed_rows_without_their_number_or_of_other_columns_are_named(tmp_pa
     with pytest.raises(ValueError, match=r'expected 4 images in the split validation .*, got 3'):
         images_of(replace(source, eval_split='validation|4'))
     with pytest.raises(ValueError, match=r'expected one process for the split validation of .*, got 2; hfds/ instead'):
-        images_of(source, Share(0, 2))
+        images_of(source, Shard(0, 2))
     with pytest.raises(ValueError, match=r'the columns image and kind in .*, got image, label; data\.input_key and'):
         images_of(replace(source, target_key='kind', num_classes=2))
 
@@ -133,5 +133,5 @@ def test_the_same_photographs_are_evaluated_by_several_processes(formats):
     expected = sorted(images_of(formats['folder']))
     for name, source in formats.items():
         for processes in (2, 4):
-            parts = [images_of(source, Share(rank, processes)) for rank in range(processes)]
+            parts = [images_of(source, Shard(rank, processes)) for rank in range(processes)]
             assert sorted(chain(*parts)) == expected, name

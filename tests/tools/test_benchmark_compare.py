@@ -170,7 +170,7 @@ def test_what_runs_out_of_memory_loses_its_row_and_no_other(calls, monkeypatch):
     time_rounds = compare.time_rounds
     # Each is called once to warm up, once to say how often it is repeated, and once a round.
     monkeypatch.setattr(
-        compare, 'time_rounds', lambda *args, **more: time_rounds(*args, **{**more, 'least_seconds': 0.0})
+        compare, 'time_rounds', lambda *args, **more: time_rounds(*args, **{**more, 'min_seconds': 0.0})
     )
     rows = compare.compare([exhausting('first', 10**9), exhausting('second', calls)], CPU, 2)
     lost = [row for row in rows if 'error' in row]

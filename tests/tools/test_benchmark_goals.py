@@ -264,7 +264,7 @@ def test_the_free_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch):
     device = torch.device('cuda', 0)
     assert machine.free_memory(device) == 7
     assert asked == ['empty', device]
-    assert compare.most_bytes(device) == 3.5
+    assert compare.max_call_bytes(device) == 3.5
 
 
 def small_photographs(monkeypatch) -> None:

@@ -293,10 +293,10 @@ def test_parts_of_a_batch_must_be_even_to_be_mixed(vit_file):
     with pytest.raises(ValueError, match=r'an even multiple of optim\.accumulate \(4\) times'):
         load_config(vit_file, parts)
     config = load_config(vit_file, [*parts, 'augment.mixup=0', 'augment.cutmix=0'])
-    assert config.check_parts(world_size=1) == 15
-    assert config.check_parts(world_size=3) == 5
+    assert config.check_batch_size(world_size=1) == 15
+    assert config.check_batch_size(world_size=3) == 5
     with pytest.raises(ValueError, match=r'\(4\) times the number of processes \(2\), got 60'):
-        config.check_parts(world_size=2)
+        config.check_batch_size(world_size=2)
 
 
 def test_arguments_of_the_optimizer_may_be_given_one_by_one(vit_file):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aft_vision.data import Share, create_loaders
+from aft_vision.data import Shard, create_loaders
 from train.build import build_loaders, build_state, resolve_images
 from train.config import load_config
 from train.diagnosis import write_diagnosis
@@ -18,7 +18,7 @@ OVERRIDES = [f'data.dir={ROOT / "tests" / "assets" / "clothing"}', 'run.amp=none
 @pytest.fixture(scope='module')
 def loader():
     config = load_config(ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml', OVERRIDES)
-    return create_loaders(config.data, (32, 32), 100, augment=config.augment, share=Share(accumulate=2), num_workers=0)
+    return create_loaders(config.data, (32, 32), 100, augment=config.augment, shard=Shard(accumulate=2), num_workers=0)
 
 
 @pytest.fixture

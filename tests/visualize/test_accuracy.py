@@ -40,7 +40,7 @@ def test_the_standard_error_of_200_images_at_a_third_is_3_3_points():
 @pytest.fixture
 def few(monkeypatch):
     """Groups of a single image count."""
-    monkeypatch.setattr('aft_vision.visualize.accuracy.FEWEST_IMAGES', 1)
+    monkeypatch.setattr('aft_vision.visualize.accuracy.MIN_IMAGES', 1)
 
 
 @pytest.mark.usefixtures('few')
@@ -58,7 +58,7 @@ def test_images_are_grouped_by_the_shorter_side_of_their_file():
 def test_classes_are_sorted_by_their_accuracy_and_of_many_the_ends_are_kept(monkeypatch):
     answers = [judged(0, 1), judged(0, 0), judged(1, 1), judged(2, 0)]
     assert list(by_class(answers, NAMES)) == ['shirt', 'hat', 'shoe']
-    monkeypatch.setattr('aft_vision.visualize.accuracy.MOST_CLASSES', 2)
+    monkeypatch.setattr('aft_vision.visualize.accuracy.MAX_CLASSES', 2)
     assert list(by_class(answers, NAMES)) == ['shirt', 'shoe']
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from aft_vision.layers.fused import fuse_linear
-from aft_vision.timing import LEAST_SECONDS, compare_rounds, time_rounds
+from aft_vision.timing import MIN_SECONDS, compare_rounds, time_rounds
 from tools.benchmark.meters import peak_memory, saved_memory
 from tools.machine import autocast, free_memory
 
@@ -25,9 +25,9 @@ PAPER_BASELINE = "materialised, the paper's baseline"
 # Matrices of the size of its weights that a layer holds: before and after the softmax, and of the mask or a gradient.
 MATERIALISED_MATRICES = 3
 # The share of the free memory that a call may take.
-MOST_MEMORY = 0.5
+MAX_MEMORY_FRACTION = 0.5
 # Every call is compiled separately, and many share their code.
-MOST_COMPILED = 64
+MAX_GRAPHS = 64
 
 
 class Prepared(NamedTuple):
@@ -172,7 +172,7 @@ def compare(
     for direction in directions:
         mode = contextlib.nullcontext() if direction == 'training' else torch.inference_mode()
         torch.compiler.reset()
-        with mode, torch._dynamo.config.patch(recompile_limit=MOST_COMPILED):
+        with mode, torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
             runs: dict[tuple[str, str], _Run] = {}
             for each in candidates:
                 make = cache(each.prepare)
@@ -181,8 +181,8 @@ def compare(
                     run.attempt(run.prepare, make, partial(autocast, device, dtype))
             if rounds:
                 calls = [partial(run.attempt, run.call) for run in runs.values()]
-                least = 0.0 if single else LEAST_SECONDS
-                times = time_rounds(calls, device, rounds, least_seconds=least, progress=True)
+                min_seconds = 0.0 if single else MIN_SECONDS
+                times = time_rounds(calls, device, rounds, min_seconds=min_seconds, progress=True)
                 for run, seconds in zip(runs.values(), times, strict=True):
                     run.seconds = seconds
             for run in runs.values() if memory else ():
@@ -227,9 +227,9 @@ class _WeightsCheck(TorchFunctionMode):
             q, k = args[:2]
             own = 4 * MATERIALISED_MATRICES * q.shape[:-1].numel() * k.shape[-2]
             self.needed = own + self.needed * torch.is_grad_enabled()
-            if self.needed > (most := most_bytes(q.device)):
-                limit = f'the limit is {most / 2**30:.1f} GiB'
-                raise MemoryError(f'its weights alone take {self.needed / 2**30:.1f} GiB or more, {limit}')
+            if self.needed > (limit := max_call_bytes(q.device)):
+                expected = f'the limit is {limit / 2**30:.1f} GiB'
+                raise MemoryError(f'its weights alone take {self.needed / 2**30:.1f} GiB or more, {expected}')
         return func(*args, **(kwargs or {}))
 
 
@@ -255,9 +255,9 @@ def deploy(model: nn.Module) -> nn.Module:
     return model
 
 
-def most_bytes(device: torch.device) -> float:
+def max_call_bytes(device: torch.device) -> float:
     """Return the bytes that a call may take: half of the free memory of the device."""
-    return MOST_MEMORY * (free_memory(device) or 8 * 2**30)
+    return MAX_MEMORY_FRACTION * (free_memory(device) or 8 * 2**30)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

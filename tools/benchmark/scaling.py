@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools.benchmark.compare import Candidate, compare, most_bytes
+from tools.benchmark.compare import Candidate, compare, max_call_bytes
 from tools.benchmark.printer import Report
 
 TOKENS = tuple(2**power for power in range(7, 17))
@@ -44,7 +44,7 @@ def measure_until(
     if len(lengths) < 2:
         raise ValueError(f'expected at least 2 lengths, got {lengths}')
     rows: list[dict[str, Any]] = []
-    most = most_bytes(device) / 2**30
+    limit = max_call_bytes(device) / 2**30
     for direction in directions:
         stopped: set[str] = set()
         for length, following in pairwise([*lengths, 0]):
@@ -59,9 +59,9 @@ def measure_until(
             growth = more * following**2 / (batch * length**2)
             for row in (row for row in found if 'error' not in row):
                 seconds, gib = growth * row.get('milliseconds', 0) / 1e3, growth * row['peak_bytes'] / 2**30
-                if seconds > most_seconds or gib > most:
+                if seconds > most_seconds or gib > limit:
                     stopped.add(row['name'])
-                    reason = f'left out: could take {seconds:.3g} s of {most_seconds:.3g}, {gib:.3g} GiB of {most:.3g}'
+                    reason = f'left out: could take {seconds:.3g} s of {most_seconds:.3g}, {gib:.3g} GiB of {limit:.3g}'
                     label = {'tokens': following, 'batch_size': more, 'direction': direction, 'name': row['name']}
                     rows.append({**label, 'error': reason})
     return rows

@@ -38,7 +38,7 @@ class TextData:
         lowercase: Whether case is ignored.
         max_length: Tokens of a text; longer texts are truncated.
         glove: GloVe vectors for the words, of the width of the embedding; None for random ones.
-        batch_size: Examples per optimizer step, over all processes and parts of `optim.accumulate`.
+        batch_size: Examples per optimizer step, over all processes and accumulation steps.
         eval_batch_size: Examples per batch of the evaluation; None means as many as the model processes at once in
             training.
         eval_split: Examples that --eval evaluates.
@@ -84,7 +84,7 @@ class TextOptimizer:
         lr: Peak learning rate.
         weight_decay: Weight decay of all parameters except biases and those of normalisation.
         beta1, beta2, eps: Parameters of Adam and similar optimizers.
-        accumulate: Parts that each process splits its share of a batch into.
+        accumulate: Accumulation steps of an update: micro-batches that each process splits its shard of a batch into.
         clip_grad: Largest gradient norm; None for no clipping.
     """
 
@@ -94,7 +94,7 @@ class TextOptimizer:
     beta1: float = within('[0, 1)', 0.9)
     beta2: float = within('[0, 1)', 0.999)
     eps: float = within('[0, 1]', 1e-8)
-    accumulate: int = within('[1, inf)', 1, 'parts')
+    accumulate: int = within('[1, inf)', 1, 'steps')
     clip_grad: float | None = within('(0, inf)', None)
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ class TextConfig(Experiment):
     run: TextRunConfig = field(default_factory=TextRunConfig)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        self.check_parts(1)
+        self.check_batch_size(1)
 
     @staticmethod
     def model_schema() -> type:

@@ -19,8 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from aft_vision.devices import peak_memory_mb
+from train.adjust import check_warmup
 from train.fastformer.schema import TextConfig
-from train.settle import check_warmup
 from train.signals import stop_run
 
 # The weights of a checkpoint in one file, or the list of its files.
@@ -247,7 +247,7 @@ def training_arguments(
         **more,
     )
     _check_processes(arguments)
-    arguments.per_device_train_batch_size = share = config.check_parts(arguments.world_size)
+    arguments.per_device_train_batch_size = share = config.check_batch_size(arguments.world_size)
     arguments.per_device_eval_batch_size = data.eval_batch_size or share
     return arguments
 

@@ -40,7 +40,7 @@ class BetonOptions:
     Attributes:
         max_resolution: Longest side in pixels; larger images are resized (OpenCV's INTER_AREA). None keeps all sizes.
         jpeg_quality: In [1, 100].
-        raw_share: Share of the images, drawn at random, to store as pixels: faster to read, but larger.
+        raw_share: Fraction of the images, drawn at random, to store as pixels: faster to read, but larger.
         seed: Seed of that draw, in [0, 2**32).
     """
 
