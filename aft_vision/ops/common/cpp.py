@@ -21,14 +21,16 @@ from torch.profiler import record_function
 from aft_vision.errors import first_line
 from aft_vision.ops.common.build import build_library
 from aft_vision.ops.common.inputs import Inputs, empty_denominator, empty_output
-from aft_vision.ops.common.numerics import UNDERFLOW, product_dtype
+from aft_vision.ops.common.numerics import UNDERFLOW
 
 _logger = logging.getLogger(__name__)
 
 # Return value of the functions of `guard.h` for std::bad_alloc; that for every other exception is below it.
 OUT_OF_MEMORY = -1000
 # That of `guard.cpp`: what the kernels are given, in which order.
-LAYOUT = 1
+LAYOUT = 2
+# What products multiply, as in `tile.h`.
+SINGLE, PAIRS, TILES = range(3)
 # A device costs less than its name.
 CPU = torch.device('cpu')
 # One context for all calls without a profile.
@@ -88,21 +90,21 @@ def _load(path: Path) -> Kernels:
     return found
 
 
-def multiplies_pairs(v: Tensor) -> bool:
-    """Return whether a word of an operand is a pair of bfloat16 terms instead of a float32."""
-    return product_dtype(v) == torch.bfloat16 and bool(compiled().aft_has_pairs())
+def operands(v: Tensor) -> int:
+    """Return what the kernels multiply: SINGLE for float32, PAIRS of bfloat16 in vectors, or TILES of them."""
+    return narrow_operands() if v.dtype is torch.bfloat16 else SINGLE
+
+
+@functools.cache
+def narrow_operands() -> int:
+    """Return the `operands` that this processor multiplies bfloat16 with the fastest."""
+    return compiled().aft_operands()
 
 
 @functools.cache
 def lanes() -> int:
     """Return the number of floats of a vector."""
     return compiled().aft_lanes()
-
-
-@functools.cache
-def rows() -> int:
-    """Return the number of rows of a product."""
-    return compiled().aft_rows()
 
 
 def whole_vectors(count: int) -> int:

@@ -7,8 +7,10 @@
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 
 #include "tensor.h"
+#include "tile.h"
 
 namespace {
 
@@ -23,28 +25,55 @@ constexpr int STRIPS = 2;
 // With fewer weights than this, starting threads costs more than they save.
 constexpr int64_t FEW_WEIGHTS = 1 << 12;
 
-// A way to multiply: a word of memory holds DEPTH consecutive terms; sums are float32.
+// A way to multiply: a word of memory holds DEPTH consecutive terms, of which it takes STEP at a time; sums are float32.
 struct Single {
-  static constexpr int DEPTH = 1;
+  static constexpr int DEPTH = 1, STEP = 1, HEIGHT = ROWS;
   typedef float Word;
   typedef Vec Words;
+  struct State {};
 
   static Vec add(Vec sum, Word weight, Words x) { return sum + weight * x; }
 
   static Words pack(const Vec *x) { return *x; }
 };
 
-#if defined(__AVX512BF16__)
-struct Pair {
+// Words of bfloat16.
+struct Paired {
   static constexpr int DEPTH = 2;
   typedef uint32_t Word;
   typedef Bits Words;
 
-  static Vec add(Vec sum, Word weight, Words x) { return add_products(sum, vec_of(weight - Bits{}), vec_of(x)); }
-
   static Words pack(const Vec *x) { return bits_of(join(x[0], x[1])); }
 };
+
+#if defined(__AVX512BF16__)
+struct Pair : Paired {
+  static constexpr int STEP = 2, HEIGHT = ROWS;
+  struct State {};
+
+  static Vec add(Vec sum, Word weight, Words x) { return add_products(sum, vec_of(weight - Bits{}), vec_of(x)); }
+};
 #endif
+
+struct Tiles : Paired {
+  static constexpr int STEP = TILE_TERMS, HEIGHT = TILE_ROWS;
+  typedef TileState State;
+};
+
+template <typename Op>
+constexpr bool TILED = std::is_same_v<Op, Tiles>;
+
+// Return the words of some terms, in whole steps.
+template <typename Op>
+int64_t words_of(int64_t terms) {
+  return (terms + Op::STEP - 1) / Op::STEP * (Op::STEP / Op::DEPTH);
+}
+
+// Round up to whole blocks of rows.
+template <typename Op>
+int64_t rows_of(int64_t rows) {
+  return (rows + Op::HEIGHT - 1) / Op::HEIGHT * Op::HEIGHT;
+}
 
 // Call `f` with Pair or Single, and the words as its type.
 template <typename F>
@@ -125,6 +154,14 @@ void multiply_strips(Product<Op> p, int rows, int64_t strips) {
     p.out += STRIPS * LANES;
   }
   if (strips) multiply<Op, ROW, 1>(p, rows);
+}
+
+// Multiply TILE_ROWS rows by STRIPS strips, or by one twice; runs have LANES words, and sums start at 0.
+template <typename Op, int ROW>
+void multiply_strips(const Product<Tiles> &p, int, int64_t strips) {
+  constexpr int64_t SIZE = sizeof(Tiles::Word);
+  multiply_tiles({p.weights, ROW * SIZE, p.run * SIZE, p.x, LANES * SIZE, strips > 1 ? p.strip * SIZE : 0,
+                  p.x_run * SIZE, p.runs, p.out, p.out_row});
 }
 
 // Terms of a partial sum. A longer float32 sum loses precision.

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.cpp import (
+    PAIRS,
     address,
     cast,
     float_buffer,
     floats,
     lanes,
-    multiplies_pairs,
+    operands,
     run_backward,
     run_forward,
     stream,
@@ -47,7 +48,7 @@ def _call(inputs: ConvInputs, held: list[Tensor]) -> tuple[int, ...]:
     # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
     q, k, v, kernel, (height, width), mask, global_context = inputs
     (batch, _, channels), (heads, size, _) = v.shape, kernel.shape
-    pairs, words = multiplies_pairs(v), _words((height, width))
+    pairs, words = operands(v) == PAIRS, _words((height, width))
     scratch = float_buffer(heads * (words + 1) + k.numel())
     held.append(scratch)
     sizes = batch, height, width, channels, heads, floats(kernel, held), size, global_context, pairs, words

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.cpp import (
+    PAIRS,
     address,
     cast,
     compiled,
@@ -20,7 +21,7 @@ from aft_vision.ops.common.cpp import (
     float_output,
     floats,
     lanes,
-    multiplies_pairs,
+    operands,
     pack,
     profiled,
     run_forward,
@@ -64,7 +65,7 @@ def supports_wide(inputs: ConvInputs) -> bool:
     # Measured (docs/reference/kernels.md).
     if not (inputs.global_context and supports(inputs)):
         return False
-    narrow = inputs.channels < WIDE_CHANNELS[lanes()] and not multiplies_pairs(inputs.v)
+    narrow = inputs.channels < WIDE_CHANNELS[lanes()] and operands(inputs.v) != PAIRS
     return narrow or (inputs.v.shape[0] == 1 and inputs.kernel.shape[1] <= max(inputs.grid))
 
 

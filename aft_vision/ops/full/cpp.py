@@ -3,6 +3,7 @@
 A call with a denominator that underflows is done again by the torch form, which repairs it.
 """
 
+import functools
 import math
 
 import torch
@@ -10,14 +11,14 @@ from torch import Tensor
 
 from aft_vision.ops.common.cpp import (
     CPU,
+    SINGLE,
     address,
     cast,
     compiled,
     float_buffer,
     floats,
-    multiplies_pairs,
+    operands,
     pack,
-    rows,
     run_backward,
     run_forward,
     stream,
@@ -38,8 +39,8 @@ def bias_weights(bias: Tensor, v: Tensor) -> Tensor:
         v: values, whose type is that of the operands.
 
     Returns:
-        (tiles of T, words of T, rows of a tile) in float32, or these and 2 in bfloat16: as the kernels read it, the
-        weight of each source relative to the largest of its target.
+        (blocks of targets, words of sources, rows of a block) in float32, or these and 2 in bfloat16: as the kernels
+        read it, the weight of each source relative to the largest of its target.
     """
     held: list[Tensor] = []
     fields = _place_weights(bias, v, None, held)
@@ -49,10 +50,14 @@ def bias_weights(bias: Tensor, v: Tensor) -> Tensor:
 
 def weights_layout(bias: Tensor, v: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the shape and the type of the weights of a position bias (T, T)."""
-    # A word of terms is a float32 or a pair of bfloat16.
-    pairs, count = multiplies_pairs(v), len(bias)
-    tiles, words = -(-count // rows()), -(-count // (1 + pairs))
-    return ((tiles, words, rows(), 2), torch.bfloat16) if pairs else ((tiles, words, rows()), torch.float32)
+    return _layout(operands(v), len(bias))
+
+
+@functools.cache
+def _layout(kind: int, count: int) -> tuple[tuple[int, ...], torch.dtype]:
+    rows, words = compiled().aft_full_rows(kind), compiled().aft_full_words(kind, count)
+    blocks = -(-count // rows)
+    return ((blocks, words, rows), torch.float32) if kind == SINGLE else ((blocks, words, rows, 2), torch.bfloat16)
 
 
 def full_forward(inputs: FullInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -87,8 +92,8 @@ def _place_weights(bias: Tensor, v: Tensor, weights: Tensor | None, held: list[T
     # The fields of `BiasWeights` in C++: weights, if they are given, or a place for them and the bias, from which they
     # are computed first.
     if weights is not None:
-        return len(bias), multiplies_pairs(v), 0, weights.data_ptr()
+        return len(bias), operands(v), 0, weights.data_ptr()
     shape, dtype = weights_layout(bias, v)
     weights = torch.empty(shape, dtype=dtype, device=CPU)
     held.append(weights)
-    return len(bias), dtype is torch.bfloat16, floats(bias, held), weights.data_ptr()
+    return len(bias), operands(v), floats(bias, held), weights.data_ptr()

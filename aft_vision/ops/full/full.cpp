@@ -32,8 +32,9 @@ struct Shape {
 
   int64_t blocks() const { return (channels + LANES - 1) / LANES; }
 
-  int64_t together(int threads) const {
-    if (tokens * tokens * int64_t(sizeof(float)) <= NEAR_BYTES) return 1;
+  // A product of more terms writes its sums less often: `always` where each would have those of a block.
+  int64_t together(int threads, bool always = false) const {
+    if (!always && tokens * tokens * int64_t(sizeof(float)) <= NEAR_BYTES) return 1;
     return std::max<int64_t>(1, std::min({BLOCKS, blocks(), batch * blocks() / threads}));
   }
 
@@ -75,7 +76,7 @@ template <typename Op>
 class Strips {
  public:
   Strips(int64_t tokens, int64_t blocks)
-      : words_((tokens + Op::DEPTH - 1) / Op::DEPTH), buffer_(blocks * STRIPS * words_ * LANES) {}
+      : words_(words_of<Op>(tokens)), buffer_(blocks * STRIPS * words_ * LANES) {}
 
   int64_t words() const { return words_; }
   int64_t strip() const { return words_ * LANES; }
@@ -98,19 +99,25 @@ class Strips {
   Buffer<typename Op::Word> buffer_;
 };
 
-// Sums over terms by the weights (T / ROWS, words, ROWS) of their rows. `f` gets a block, a row and its two sums;
-// `ahead` a block and a row, before.
+// Sums over terms by the weights of `tile_weights`. `f` gets a block, a row and its two sums; `ahead` a block and a row,
+// before.
 template <typename Op, typename Ahead, typename F>
 void each_sum(const typename Op::Word *weights, int64_t tokens, int64_t blocks, const Strips<Op> &x, Ahead ahead, F f) {
   const float zero[STRIPS * LANES] = {};
-  float sums[ROWS][STRIPS * LANES], part[ROWS * STRIPS * LANES];
-  for (int64_t t = 0; t < tokens; t += ROWS) {
-    const int rows = std::min<int64_t>(ROWS, tokens - t);
+  float sums[Op::HEIGHT][STRIPS * LANES], part[Op::HEIGHT * STRIPS * LANES];
+  for (int64_t t = 0; t < tokens; t += Op::HEIGHT) {
+    const int rows = std::min<int64_t>(Op::HEIGHT, tokens - t);
+    const typename Op::Word *tile = weights + t * x.words();
     for (int64_t i = 0; i < blocks; ++i) {
       for (int r = 0; r < rows; ++r) ahead(i, t + r);
-      multiply_spans<Op, 1>({weights + t * x.words(), ROWS, 0, 1, x.words(), x.data(i), x.strip(), 0, zero, 0, sums[0],
-                             STRIPS * LANES},
-                            rows, STRIPS, part);
+      if constexpr (TILED<Op>)
+        multiply_strips<Op, LANES>({tile, 1, Op::HEIGHT * LANES, x.words() / LANES, LANES, x.data(i), x.strip(),
+                                    LANES * LANES, zero, 0, sums[0], STRIPS * LANES},
+                                   rows, STRIPS);
+      else
+        multiply_spans<Op, 1>({tile, Op::HEIGHT, 0, 1, x.words(), x.data(i), x.strip(), 0, zero, 0, sums[0],
+                               STRIPS * LANES},
+                              rows, STRIPS, part);
       for (int r = 0; r < rows; ++r) f(i, t + r, load(sums[r], LANES), load(sums[r] + LANES, LANES));
     }
   }
@@ -133,6 +140,7 @@ int forward(const Forward &call, const typename Op::Word *weights, int threads) 
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
+    [[maybe_unused]] typename Op::State state;
     std::optional<Strips<Op>> strips;
     region.run([&] { strips.emplace(s.tokens, together); });
 #pragma omp for schedule(static)
@@ -170,27 +178,29 @@ int forward(const Forward &call, const typename Op::Word *weights, int threads) 
   return good;
 }
 
-// The operands of the gradient of the weights: rows of targets, and strips of sources whose terms are channels.
+// The operands of the gradient of the weights: rows of targets, and strips of sources whose terms are the values and the
+// keys of channels.
 template <typename Op>
 class Outer {
  public:
   Outer(int64_t tokens, int64_t blocks)
       : tokens_(tokens),
         strips_((tokens + LANES - 1) / LANES),
-        terms_(blocks * STRIPS),
-        targets_(terms_ * tokens * ROW_WORDS<Op>),
-        sources_(strips_ * terms_ * ROW_WORDS<Op> * LANES) {}
+        blocks_(blocks),
+        targets_((blocks * tokens + Op::HEIGHT) * WORDS),
+        sources_(strips_ * blocks * WORDS * LANES) {}
 
   int64_t strips() const { return strips_; }
   int64_t width() const { return strips_ * LANES; }
 
   void set_target(int64_t block, int64_t t, Vec top, Vec bottom) {
-    store_row(target(block * STRIPS, t), top);
-    store_row(target(block * STRIPS + 1, t), bottom);
+    typename Op::Word *to = target(block, t);
+    store_row(to, top);
+    store_row(to + ROW_WORDS<Op>, bottom);
   }
 
   void set_sources(int64_t block, int64_t strip, Tile &top, Tile &bottom) {
-    typename Op::Word *to = sources_.data() + (strip * terms_ + block * STRIPS) * ROW_WORDS<Op> * LANES;
+    typename Op::Word *to = sources_.data() + (strip * blocks_ + block) * WORDS * LANES;
     top.store_terms<Op>(to);
     bottom.store_terms<Op>(to + ROW_WORDS<Op> * LANES);
   }
@@ -198,16 +208,15 @@ class Outer {
   // Adds the sums over the channels of some blocks of target times source to (T, width).
   void add(int64_t blocks, float *found) {
     const float zero[STRIPS * LANES] = {};
-    float part[ROWS * STRIPS * LANES];
-    for (int64_t t = 0; t < tokens_; t += ROWS) {
-      const int rows = std::min<int64_t>(ROWS, tokens_ - t);
+    float part[Op::HEIGHT * STRIPS * LANES];
+    for (int64_t t = 0; t < tokens_; t += Op::HEIGHT) {
+      const int rows = std::min<int64_t>(Op::HEIGHT, tokens_ - t);
       for (int64_t i = 0; i < strips_; i += STRIPS) {
         const int64_t count = std::min<int64_t>(STRIPS, strips_ - i);
-        multiply_strips<Op, ROW_WORDS<Op>>(
-            {target(0, t), 1, tokens_ * ROW_WORDS<Op>, blocks * STRIPS, ROW_WORDS<Op>,
-             sources_.data() + i * terms_ * ROW_WORDS<Op> * LANES, terms_ * ROW_WORDS<Op> * LANES,
-             ROW_WORDS<Op> * LANES, zero, 0, part, STRIPS * LANES},
-            rows, count);
+        multiply_strips<Op, WORDS>({target(0, t), 1, tokens_ * WORDS, blocks, WORDS,
+                                    sources_.data() + i * blocks_ * WORDS * LANES, blocks_ * WORDS * LANES,
+                                    WORDS * LANES, zero, 0, part, STRIPS * LANES},
+                                   rows, count);
         for (int r = 0; r < rows; ++r)
           for (int64_t n = 0; n < count * LANES; n += LANES) {
             float *to = found + (t + r) * width() + i * LANES + n;
@@ -218,11 +227,11 @@ class Outer {
   }
 
  private:
-  typename Op::Word *target(int64_t term, int64_t t) {
-    return targets_.data() + (term * tokens_ + t) * ROW_WORDS<Op>;
-  }
+  static constexpr int WORDS = STRIPS * ROW_WORDS<Op>;
 
-  int64_t tokens_, strips_, terms_;
+  typename Op::Word *target(int64_t block, int64_t t) { return targets_.data() + (block * tokens_ + t) * WORDS; }
+
+  int64_t tokens_, strips_, blocks_;
   Buffer<typename Op::Word> targets_, sources_;
 };
 
@@ -317,11 +326,12 @@ struct Backward : Gradients {
 template <typename Op>
 int backward(const Gradients &call, const typename Op::Word *weights, int threads) {
   const Shape &s = call.s;
-  const int64_t together = s.together(threads);
+  const int64_t together = s.together(threads, TILED<Op> && call.d_weights);
   int good = 1;
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
+    [[maybe_unused]] typename Op::State state;
     std::unique_ptr<Backward<Op>> worker;
     region.run([&] { worker.reset(new Backward<Op>(call.of_thread(omp_get_thread_num()), together)); });
 #pragma omp for schedule(static)
@@ -341,65 +351,43 @@ float peak_of(const float *row, int64_t tokens) {
   return largest(peak);
 }
 
-// The weights e^(bias - peak) of a bias (T, T), in words of terms for a tile of rows after another.
+// Where a word of a product's weights is: (words, rows) for a block of rows after another, in tiles (words / LANES, rows,
+// LANES).
 template <typename Op>
-struct Weights {
-  const float *bias;
-  int64_t tokens;
-  std::vector<float> peaks;
+int64_t place_of(int64_t words, int64_t row, int64_t word) {
+  const int64_t from = row % Op::HEIGHT, start = (row - from) * words, first = word % LANES;
+  return TILED<Op> ? start + (word - first) * Op::HEIGHT + from * LANES + first : start + word * Op::HEIGHT + from;
+}
 
-  Weights(const float *bias, int64_t tokens) : bias(bias), tokens(tokens), peaks(tokens) {}
-
-  int64_t words() const { return (tokens + Op::DEPTH - 1) / Op::DEPTH; }
-
-  void find_peak(int64_t t) { peaks[t] = peak_of(bias + t * tokens, tokens); }
-
-  // Return the weights of a target and LANES sources, 0 beyond the sequence.
-  Vec read(int64_t t, int64_t s) const {
-    if (t >= tokens) return Vec{};
-    const int lanes = rest(tokens, s);
-    return only(exp_(load(bias + t * tokens + s, lanes) - peaks[t]), lanes);
-  }
-
-  // Fills (words, ROWS) of ROWS targets by their sources.
-  void tile_targets(int64_t first, typename Op::Word *out) {
-    for (int64_t t = first; t < std::min(first + ROWS, tokens); ++t) find_peak(t);
-    for (int64_t s = 0; s < tokens; s += LANES) {
-      Tile tile;
-      for (int r = 0; r < ROWS; ++r) tile.row[r] = read(first + r, s);
-      tile.transpose();
-      for (int i = 0; i < LANES && s + i < tokens; i += Op::DEPTH) {
-        const typename Op::Words found = Op::pack(tile.row + i);
-        std::memcpy(out + (s + i) / Op::DEPTH * ROWS, &found, ROWS * sizeof(typename Op::Word));
-      }
-    }
-  }
-
-  // Fills the i'th word of targets in the tiles (words, ROWS) of all sources.
-  void tile_sources(int64_t i, typename Op::Word *out) const {
-    for (int64_t s = 0; s < tokens; s += ROWS) {
-      Vec x[Op::DEPTH];
-      for (int j = 0; j < Op::DEPTH; ++j) x[j] = read(i * Op::DEPTH + j, s);
-      const typename Op::Words found = Op::pack(x);
-      std::memcpy(out + s * words() + i * ROWS, &found, ROWS * sizeof(typename Op::Word));
-    }
-  }
-};
-
-// Fills (T / ROWS, words, ROWS) with weights: of ROWS targets by their sources, or of ROWS sources by their
-// targets.
+// Fill `out` with the weights e^(bias - peak) of a bias (T, T), 0 beyond it: of targets by their sources, or of sources
+// by their targets.
 template <typename Op>
 void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op::Word *out, int threads) {
-  Weights<Op> weights(bias, tokens);
-  const int64_t words = weights.words();
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < (by_source ? 0 : tokens); t += ROWS) weights.tile_targets(t, out + t * words);
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < (by_source ? tokens : 0); ++t) weights.find_peak(t);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < (by_source ? words : 0); ++i) weights.tile_sources(i, out);
+  // The rows of a square: a vector of terms, or of rows of a product.
+  constexpr int SIDE = std::min(Op::HEIGHT, LANES);
+  const int down = by_source ? LANES : SIDE, across = by_source ? SIDE : LANES;
+  const int64_t words = words_of<Op>(tokens), terms = words * Op::DEPTH, rows = rows_of<Op>(tokens);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t t = 0; t < (by_source ? terms : rows); t += down) {
+    float peaks[LANES];
+    for (int i = 0; i < down && t + i < tokens; ++i) peaks[i] = peak_of(bias + (t + i) * tokens, tokens);
+    for (int64_t s = 0; s < (by_source ? rows : terms); s += across) {
+      Tile x;
+      for (int i = 0; i < down && t + i < tokens && s < tokens; ++i) {
+        const int lanes = rest(tokens, s);
+        x.row[i] = only(exp_(load(bias + (t + i) * tokens + s, lanes) - peaks[i]), lanes);
+      }
+      if (by_source == TILED<Op>) x.transpose();
+      const int64_t row = by_source ? s : t, term = by_source ? t : s;
+      if constexpr (TILED<Op>) {
+        for (int i = 0; i < SIDE; ++i) store_row(out + place_of<Op>(words, row + i, term / Op::DEPTH), x.row[i]);
+      } else {
+        for (int i = 0; i < LANES && term + i < terms; i += Op::DEPTH) {
+          const typename Op::Words found = Op::pack(x.row + i);
+          std::memcpy(out + place_of<Op>(words, row, (term + i) / Op::DEPTH), &found, SIDE * sizeof(typename Op::Word));
+        }
+      }
+    }
   }
 }
 
@@ -418,16 +406,23 @@ void bias_grad(const float *bias, int64_t tokens, const float *parts, int thread
   }
 }
 
-// A bias (T, T), or null where its weights are set, and these: pairs of bfloat16 if `pairs` is not 0, else float32.
+// Call `f` with an Op and the words as its type.
+template <typename F>
+auto with_operands(int64_t operands, const void *words, F f) {
+  if (operands == TILES) return f(Tiles{}, static_cast<const Tiles::Word *>(words));
+  return with_words(operands == PAIRS, words, f);
+}
+
+// A bias (T, T), or null where its weights are set, and these.
 struct BiasWeights {
-  int64_t tokens, pairs;
+  int64_t tokens, operands;
   const float *bias;
   void *words;
 
   // Set the weights from their bias, if there is one, as `tile_weights` lays them out.
   void compute(bool by_source, int threads) const {
     if (!bias) return;
-    with_words(pairs, words, [&](auto op, const auto *) {
+    with_operands(operands, words, [&](auto op, const auto *) {
       typedef decltype(op) Op;
       tile_weights<Op>(bias, tokens, by_source, static_cast<typename Op::Word *>(words), threads);
     });
@@ -464,18 +459,25 @@ AFT_PACKED(aft_full_weights, BiasWeights)
 AFT_PACKED(aft_full_forward, ForwardCall)
 AFT_PACKED(aft_full_backward, BackwardCall)
 
-// Floats of a vector, and rows of a product.
+// Floats of a vector.
 int aft_lanes() { return LANES; }
-int aft_rows() { return ROWS; }
 
-// Whether multiplying words of two bfloat16 is faster than float32. On Intel's Emerald Rapids their instruction runs once in
-// two cycles, half the terms of two float32 multiplications; on AMD's Zen 4 it has twice the terms.
-int aft_has_pairs() {
+// How the kernels multiply bfloat16 the fastest. On Intel's Emerald Rapids the instruction of pairs runs once in two cycles,
+// half the terms of two float32 multiplications; on AMD's Zen 4 it has twice the terms.
+int aft_operands() {
+  if (has_tiles()) return TILES;
 #if defined(__AVX512BF16__)
-  return !__builtin_cpu_is("intel");
-#else
-  return 0;
+  if (!__builtin_cpu_is("intel")) return PAIRS;
 #endif
+  return SINGLE;
+}
+
+// Rows of a block of the weights of a bias, and words of a row.
+int aft_full_rows(int operands) {
+  return with_operands(operands, nullptr, [](auto op, const auto *) { return decltype(op)::HEIGHT; });
+}
+int aft_full_words(int operands, int tokens) {
+  return with_operands(operands, nullptr, [&](auto op, const auto *) -> int { return words_of<decltype(op)>(tokens); });
 }
 
 // The weights of a bias for later forward calls, which then give none.
@@ -489,7 +491,7 @@ int aft_full_forward(const ForwardCall *packed, float underflow, int threads) {
     const auto &[call, out, den] = *packed;
     const Forward found{call.shape(), call.q, call.k, call.v, call.mask(), out, den, underflow};
     call.weights.compute(false, threads);
-    return with_words(call.weights.pairs, call.weights.words, [&](auto op, const auto *words) {
+    return with_operands(call.weights.operands, call.weights.words, [&](auto op, const auto *words) {
       return forward<decltype(op)>(found, words, threads);
     });
   });
@@ -503,7 +505,7 @@ int aft_full_backward(const BackwardCall *packed, float underflow, int threads) 
     const Gradients found{call.shape(), grad, y, den, call.q, call.k, call.v, call.mask(),
                           dq, dk, dv, underflow, d_weights};
     call.weights.compute(true, threads);
-    const int good = with_words(call.weights.pairs, call.weights.words, [&](auto op, const auto *words) {
+    const int good = with_operands(call.weights.operands, call.weights.words, [&](auto op, const auto *words) {
       return backward<decltype(op)>(found, words, threads);
     });
     if (good && d_bias) bias_grad(call.weights.bias, call.weights.tokens, d_weights, threads, d_bias);

@@ -14,8 +14,10 @@ import timm
 import torch
 from helpers import (
     BIASES,
+    BOUNDS,
     NASTY_BIASES,
     NASTY_KEYS,
+    assert_close,
     assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
@@ -34,6 +36,7 @@ from torch import Tensor
 
 import aft_vision
 from aft_vision.ops import operator, reference
+from aft_vision.ops.common import cpp
 from aft_vision.ops.conv import CONV
 from aft_vision.ops.declaration import OPERATIONS
 
@@ -65,14 +68,18 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
             'conv.triton.DIRECT_LITTLE',
         ):
             monkeypatch.setattr(f'aft_vision.ops.{limit}', 0)
-    if form == 'cpp pairs':
-        # Also on a processor that multiplies float32 faster.
-        if not torch.cpu._is_avx512_bf16_supported():
+    if form in ('cpp pairs', 'cpp tiles'):
+        # Also on a processor that multiplies float32 faster, or has no tiles.
+        if form == 'cpp pairs' and not torch.cpu._is_avx512_bf16_supported():
             pytest.skip('this processor cannot multiply pairs of bfloat16')
-        for module in ('full', 'conv'):
-            pairs = f'aft_vision.ops.{module}.cpp.multiplies_pairs'
-            monkeypatch.setattr(pairs, lambda v: v.dtype == torch.bfloat16)
+        kind = cpp.PAIRS if form == 'cpp pairs' else cpp.TILES
+        monkeypatch.setattr(cpp, 'narrow_operands', lambda: kind)
     return found or 'cpu'
+
+
+def dtype_of(form: str) -> torch.dtype:
+    """The type of inputs that a form multiplies in its own way."""
+    return torch.bfloat16 if form == 'cpp tiles' else torch.float32
 
 
 def op(form: str, name: str) -> Callable[..., Tensor]:
@@ -115,6 +122,14 @@ HEADS = [
     ((4, 43), 12, 5, 3),
 ]
 SEQUENCES = [(30, 16, 4), (64, 8, 3), (65, 37, 1), (40, 7, 60), (150, 37, 5), (200, 19, 91)]
+# Rows and columns that tiles of 16 by 16, two by two, do not fill.
+TILED: list[tuple[str, str, Sizes]] = [
+    *(
+        ('cpp tiles', 'aft_full', (T, D))
+        for T, D in ((15, 16), (16, 5), (17, 40), (31, 16), (33, 33), (64, 3), (197, 20))
+    ),
+    ('cpp tiles', 'aft_full', (33, 17, 0, None, 1)),
+]
 COMPILED: dict[tuple[str, str], list[Sizes]] = {
     ('cpp', 'aft_full'): [(8, 5), (20, 40), (17, 64), (61, 33)],
     ('cpp wide', 'aft_conv'): HEADS,
@@ -151,6 +166,7 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         ),
         *(('cpp pairs', 'aft_conv', x, 'masked', torch.bfloat16) for x in HEADS),
         *(('cpp pairs', 'aft_full', (math.prod(x[0]), x[1]), 'masked', torch.bfloat16) for x in HEADS),
+        *((*x, others, torch.bfloat16) for x in TILED for others in ('', 'masked', 'no gate')),
         ('cpp', 'aft_full', (20, 40), 'no gate', torch.float32),
         ('cpp wide', 'aft_conv', ((3, 4), 70, 5, 7), 'no gate', torch.float32),
         ('cpp conv', 'aft_conv', ((3, 4), 70, 5, 7), 'no gate', torch.float32),
@@ -245,11 +261,14 @@ def test_it_equals_float64(form: str, name: str, sizes: Sizes, others: str, dtyp
         ('triton lines', 'aft_axial', ((1, 9), 4, (2, 9), 2), ''),
         ('cpp', 'aft_local_causal', (1, 6, 1), ''),
         ('cpp', 'aft_simple_causal', (1, 6), ''),
+        ('cpp tiles', 'aft_full', (1, 6), ''),
     ],
 )
 def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes: Sizes, others: str, device: str):
     inputs = change(name, make_inputs(name, *sizes), others)
-    assert_matches_reference(op(form, name), getattr(reference, name), inputs, nasty=True, device=device)
+    assert_matches_reference(
+        op(form, name), getattr(reference, name), inputs, dtype_of(form), nasty=True, device=device
+    )
 
 
 # Inputs that underflow are repaired. The biases of AFT-onehot are numbers.
@@ -260,6 +279,7 @@ def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes:
             (form, name, sizes, '', *nasty)
             for form, name, sizes in (
                 ('cpp', 'aft_full', (18, 5)),
+                ('cpp tiles', 'aft_full', (18, 5)),
                 ('cpp wide', 'aft_conv', ((3, 6), 6, 5, 3)),
                 ('cpp conv', 'aft_conv', ((3, 6), 6, 5, 3)),
                 ('cpp', 'aft_conv', ((6, 5), 66, 5)),
@@ -313,7 +333,9 @@ def test_it_survives_nasty_inputs(
     form: str, name: str, sizes: Sizes, others: str, keys: str, bias: str | float, device: str
 ):
     inputs = change(name, make_nasty(make_inputs(name, *sizes), keys, bias), others)
-    assert_matches_reference(op(form, name), getattr(reference, name), inputs, nasty=True, device=device)
+    assert_matches_reference(
+        op(form, name), getattr(reference, name), inputs, dtype_of(form), nasty=True, device=device
+    )
 
 
 # Those of the other compiled forms are next to the torch forms, in `test_aft.py` and `test_aft_causal.py`.
@@ -352,6 +374,7 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
             )
             for dtype in DTYPES[:2]
         ),
+        ('cpp tiles', 'aft_full', (35, 20), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('cpp', 'aft_conv', ((5, 7), 66, 3), 'in part', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4), 'in part', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_axial', ((5, 3), 60, (2, 9), 60), '', 'ordinary', 'ordinary', torch.float32),
@@ -477,6 +500,7 @@ def forbid_eager(patch: pytest.MonkeyPatch, name: str) -> None:
     'form, name, sizes, expected',
     [
         ('cpp', 'aft_full', (20, 40), ['full']),
+        ('cpp tiles', 'aft_full', (20, 40), ['full']),
         ('cpp wide', 'aft_conv', ((3, 4), 70, 5, 7), ['conv_wide', 'conv']),
         ('cpp conv', 'aft_conv', ((3, 4), 70, 5, 7), ['conv']),
         ('cpp', 'aft_conv', ((5, 7), 66, 3), ['depthwise']),
@@ -560,6 +584,7 @@ def test_a_registered_model_runs_it_forward_and_backward(
     'form, name, sizes, others, dtype',
     [
         *(('cpp', 'aft_full', (35, 40, 0, None, 7), '', dtype) for dtype in DTYPES[:2]),
+        ('cpp tiles', 'aft_full', (35, 40, 0, None, 7), '', torch.bfloat16),
         *(('cpp', 'aft_conv', ((5, 7), 42, 5, 7, 13), *x) for x in product(('', 'masked'), DTYPES[:2])),
         ('cpp', 'aft_conv', ((5, 7), 66, 3, 66, 5), '', torch.float32),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4, 66, 5), '', torch.float32),
@@ -578,11 +603,24 @@ def test_several_threads_equal_float64(
         assert_matches_reference(op(form, name), getattr(reference, name), inputs, dtype)
 
 
+@rows('form, name, sizes', TILED)
+def test_tiles_give_what_vectors_give_in_other_bits(
+    form: str, name: str, sizes: Sizes, device: str, monkeypatch: pytest.MonkeyPatch
+):
+    inputs = plain(make_inputs(name, *sizes), torch.bfloat16)
+    found = op(form, name)(**inputs)
+    monkeypatch.setattr(cpp, 'narrow_operands', lambda: cpp.SINGLE)
+    expected = op(form, name)(**inputs)
+    assert_close(found, expected, BOUNDS[torch.bfloat16][0])
+    assert not torch.equal(found, expected)
+
+
 @pytest.mark.parametrize('dtype', DTYPES[:2], ids=str)
 @rows(
     'form, name, sizes',
     [
         ('cpp', 'aft_full', (20, 40)),
+        ('cpp tiles', 'aft_full', (20, 40)),
         ('cpp', 'aft_conv', ((3, 4), 70, 5, 7)),
         ('cpp', 'aft_conv', ((5, 7), 66, 3)),
         ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11)),

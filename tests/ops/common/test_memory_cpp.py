@@ -87,8 +87,13 @@ OPERATORS = [(D, name) for D in (1, 9, 35, 75) for name in operators(D)]
 
 @pytest.mark.parametrize('place', PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize(('D', 'name'), OPERATORS)
-def test_an_operator_stays_within_its_tensors(name: str, D: int, place: Place):
-    for dtype in (torch.float32, torch.bfloat16):
+def test_an_operator_stays_within_its_tensors(name: str, D: int, place: Place, monkeypatch: pytest.MonkeyPatch):
+    for dtype, kind in (
+        (torch.float32, cpp.SINGLE),
+        (torch.bfloat16, cpp.narrow_operands()),
+        (torch.bfloat16, cpp.TILES),
+    ):
+        monkeypatch.setattr(cpp, 'narrow_operands', lambda kind=kind: kind)
         for masked, fused in ((False, False), (True, True)):
             found = run_operator(name, D, dtype, masked, fused, place)
             expected = run_operator(name, D, dtype, masked, fused, lambda x: x)
@@ -200,6 +205,9 @@ def run_scarce() -> None:
     for D in (9, 35, 75):
         for name in operators(D):
             run_operator(name, D, torch.float32, True, False, lambda x: x)
+    cpp.narrow_operands = lambda: cpp.TILES  # type: ignore[assignment]
+    for name in ('aft_full', 'aft_local_causal'):
+        run_operator(name, 35, torch.bfloat16, True, False, lambda x: x)
     for _ in run_steps(19, 3, lambda x: x):
         pass
     print(*sorted(scarce.failed))

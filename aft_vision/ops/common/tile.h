@@ -1,0 +1,183 @@
+// Products of bfloat16 in matrix tiles with sums in float32: by AMX, or by loops of the same arithmetic, so that every
+// machine can test what calls them.
+//
+// A tile has LANES rows of LANES words. A word is a sum, or a pair of terms: of a row on the left, of a column on the right.
+
+#pragma once
+
+#include "bfloat16.h"
+
+// Headers of a compiler that knows the instructions.
+#if defined(__AVX512F__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+#define AFT_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+// The operands of products, as Python names them: float32, pairs of bfloat16 in vectors, or in tiles.
+constexpr int SINGLE = 0, PAIRS = 1, TILES = 2;
+
+// Rows, terms and columns of a product, whose four loads for four multiplications hide behind them.
+constexpr int TILE_ROWS = 2 * LANES, TILE_TERMS = 2 * LANES, TILE_COLUMNS = 2 * LANES;
+
+// Return whether the processor has tiles and Linux lets this process use them, which is asked for once.
+bool has_tiles() {
+#if defined(AFT_AMX)
+  static const bool granted = [] {
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18;
+    unsigned a, b, c, found;
+    const bool known = __get_cpuid_count(7, 0, &a, &b, &c, &found) && found >> 22 & 1 && found >> 24 & 1;
+    return known && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+  }();
+  return granted;
+#else
+  return false;
+#endif
+}
+
+// A sum over `count` steps of TILE_TERMS terms, in two by two tiles. Strides of operands count bytes.
+struct TileProduct {
+  const void *left;
+  int64_t row, left_step;  // from a row to the next, and from a step to the next
+  const void *right;
+  int64_t word, strip, right_step;  // from a pair of terms to the next, from LANES columns to the next, of a step
+  int64_t count;
+  float *out;
+  int64_t out_row;
+};
+
+#if defined(AFT_AMX)
+struct Amx {
+  template <int T>
+  void clear() {
+    asm volatile("tilezero %%tmm%c0" : : "i"(T));
+  }
+
+  template <int T>
+  void load(const char *from, int64_t stride) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(T), "r"(from), "r"(stride) : "memory");
+  }
+
+  template <int SUM, int LEFT, int RIGHT>
+  void add() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(LEFT), "i"(RIGHT));
+  }
+
+  template <int T>
+  void store(float *to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" : : "i"(T), "r"(to), "r"(stride * sizeof(float)) : "memory");
+  }
+};
+#endif
+
+// As the instruction: the sums of the first and of the second terms of pairs are separate until they join the tile, and a
+// number too small to be normal is 0.
+struct Loops {
+  struct Operand {
+    const char *data;
+    int64_t stride;
+
+    Bits words(int i) const {
+      Bits x;
+      std::memcpy(&x, data + i * stride, sizeof x);
+      return x;
+    }
+  };
+
+  Vec sums[4][LANES];
+  Operand operands[8];
+
+  static Vec flush(Vec x) {
+    const Vec least = splat(1.17549435e-38f);
+    return (x < least) & (x > -least) ? Vec{} : x;
+  }
+
+  template <int T>
+  void clear() {
+    for (Vec &sum : sums[T]) sum = Vec{};
+  }
+
+  template <int T>
+  void load(const char *from, int64_t stride) {
+    operands[T] = {from, stride};
+  }
+
+  template <int SUM, int LEFT, int RIGHT>
+  void add() {
+    for (int row = 0; row < LANES; ++row) {
+      const Bits pairs = operands[LEFT].words(row);
+      Vec first{}, second{};
+      for (int i = 0; i < LANES; ++i) {
+        const Vec x = vec_of(Bits{} + pairs[i]), y = vec_of(operands[RIGHT].words(i));
+        first = flush(first + flush(low_half(x)) * flush(low_half(y)));
+        second = flush(second + flush(high_half(x)) * flush(high_half(y)));
+      }
+      sums[SUM][row] = flush(sums[SUM][row] + flush(first + second));
+    }
+  }
+
+  template <int T>
+  void store(float *to, int64_t stride) {
+    for (int row = 0; row < LANES; ++row) ::store(to + row * stride, sums[T][row], LANES);
+  }
+};
+
+template <typename Tiles>
+void multiply_tiles(const TileProduct &p) {
+  Tiles tiles;
+  tiles.template clear<0>();
+  tiles.template clear<1>();
+  tiles.template clear<2>();
+  tiles.template clear<3>();
+  const char *left = static_cast<const char *>(p.left), *right = static_cast<const char *>(p.right);
+  const int64_t row = p.row, left_step = p.left_step, word = p.word, strip = p.strip, right_step = p.right_step;
+  for (int64_t i = p.count; i > 0; --i, left += left_step, right += right_step) {
+    tiles.template load<4>(left, row);
+    tiles.template load<6>(right, word);
+    tiles.template load<7>(right + strip, word);
+    tiles.template load<5>(left + LANES * row, row);
+    tiles.template add<0, 4, 6>();
+    tiles.template add<1, 4, 7>();
+    tiles.template add<2, 5, 6>();
+    tiles.template add<3, 5, 7>();
+  }
+  tiles.template store<0>(p.out, p.out_row);
+  tiles.template store<1>(p.out + LANES, p.out_row);
+  tiles.template store<2>(p.out + LANES * p.out_row, p.out_row);
+  tiles.template store<3>(p.out + LANES * p.out_row + LANES, p.out_row);
+}
+
+void multiply_tiles(const TileProduct &p) {
+#if defined(AFT_AMX)
+  if (has_tiles()) return multiply_tiles<Amx>(p);
+#endif
+  multiply_tiles<Loops>(p);
+}
+
+// A thread may multiply tiles while it has one.
+class TileState {
+ public:
+  TileState() {
+#if defined(AFT_AMX)
+    if (!has_tiles()) return;
+    struct {
+      uint8_t palette = 1, rest[15] = {};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } sizes;
+    asm volatile("ldtilecfg %0" : : "m"(sizes));
+#endif
+  }
+  TileState(const TileState &) = delete;
+  TileState &operator=(const TileState &) = delete;
+  ~TileState() {
+#if defined(AFT_AMX)
+    if (has_tiles()) asm volatile("tilerelease");
+#endif
+  }
+};
+
+}  // namespace
