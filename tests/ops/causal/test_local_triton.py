@@ -61,7 +61,7 @@ def test_references_that_jump_lose_nothing(triton_device: str):
     assert_matches_reference(local_causal, reference.aft_local_causal, inputs, nasty=True, device=triton_device)
 
 
-@pytest.mark.parametrize('jump', [90, 100, 104, 120])
+@pytest.mark.parametrize('jump', [90, 120])
 def test_a_jump_after_sources_far_above_their_reference_loses_nothing(jump: int, triton_device: str):
     # Tokens 14 and 15 are e^60 above the reference of their block, later blocks e^jump above that.
     inputs = make_inputs('aft_local_causal', 64, 2, 20, B=1)
