@@ -131,7 +131,7 @@ def crop_kernel(kernel: Tensor, window: int) -> Tensor:
     return kernel[:, edge : edge + window, edge : edge + window]
 
 
-def sparsity_figures(model: nn.Module) -> dict[str, Any]:
+def sparsity_metrics(model: nn.Module) -> dict[str, Any]:
     """Return the sparsity of pruned kernels and the resulting cost of AFT Eq. 6.
 
     Returns:

@@ -17,7 +17,7 @@ from aft_vision.regularizers import (
     evaluated_kernels,
     prune,
     smallest_window,
-    sparsity_figures,
+    sparsity_metrics,
     threshold_that_keeps,
 )
 
@@ -95,18 +95,18 @@ def test_a_model_with_one_offset_a_head_is_pruned_from_there():
     pruned = prune(model, 0.0)
     with torch.no_grad():
         assert_close(pruned(x), model(x), 1e-5)
-    assert sparsity_figures(pruned)['offsets_max'] == 1
-    assert sparsity_figures(model) == sparsity_figures(pruned)
+    assert sparsity_metrics(pruned)['offsets_max'] == 1
+    assert sparsity_metrics(model) == sparsity_metrics(pruned)
 
 
 @pytest.mark.parametrize('share', [1.0, 0.5, 0.1, 1 / (2 * 4 * 49)])
 def test_a_threshold_by_share_keeps_that_share(share: float):
     model = make()
-    figures = sparsity_figures(prune(model, threshold_that_keeps(model, share)))
-    assert 1 - figures['sparsity'] == pytest.approx(share, abs=1 / (2 * 4 * 49))
+    metrics = sparsity_metrics(prune(model, threshold_that_keeps(model, share)))
+    assert 1 - metrics['sparsity'] == pytest.approx(share, abs=1 / (2 * 4 * 49))
 
 
-def test_the_figures_are_those_of_a_count_by_hand():
+def test_the_metrics_are_those_of_a_count_by_hand():
     model = prune(make(), 0.0)
     with torch.no_grad():
         for block in model.blocks:
@@ -114,7 +114,7 @@ def test_the_figures_are_those_of_a_count_by_hand():
         first, second = (block.attn.kernel.weight for block in model.blocks)
         first[0, 3, 3] = first[0, 2, 4] = first[1, 3, 2] = 1.0
         second[2, 1, 3] = -1.0
-    assert sparsity_figures(model) == {
+    assert sparsity_metrics(model) == {
         'sparsity': 1 - 4 / (2 * 4 * 49),
         'offsets_mean': 0.5,
         'offsets_min': 0,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Beside the checkpoints of a run: its experiment and figures, and what an exported folder is loaded from.
+# Beside the checkpoints of a run: its experiment and metrics, and what an exported folder is loaded from.
 PARTS_OF_A_MODEL = ('config.yaml', 'summary.csv', 'config.json', 'model.safetensors')
 DTYPES = ('float32', 'bfloat16', 'float16')
 

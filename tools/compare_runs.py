@@ -10,7 +10,7 @@ Of texts a line has mean and standard deviation over the seeds of each test metr
 loss in nats), seconds per epoch, peak memory and parameters. The picture has a panel for each metric, with a dot for
 each seed.
 
-The table is printed, its figures go to DIR/compare_runs.json, and the picture to DIR/compare_runs.png.
+The table is printed, its metrics go to DIR/compare_runs.json, and the picture to DIR/compare_runs.png.
 """
 
 import argparse
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Print the table, and write the table and the picture.
 
     Returns:
-        The figures of each run, in the order of the table.
+        The metrics of each run, in the order of the table.
 
     Raises:
         ValueError: a folder has no complete run, the number of names is not that of the runs, two runs have the same
-            name, or they have no figures in common.
+            name, or they have no metrics in common.
     """
     args = parse_args(argv)
     runs = name_runs(args)
@@ -146,7 +146,7 @@ def format_bits(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def summarize_seeds(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a run of texts.
+    """Return the metrics of a run of texts.
 
     Returns:
         `metrics` (mean, std or None, and the values of the seeds, in [0, 1] or a loss in nats, by name),

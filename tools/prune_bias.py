@@ -70,7 +70,7 @@ from aft_vision.regularizers import (
     crop,
     layer_entropies,
     prune,
-    sparsity_figures,
+    sparsity_metrics,
     threshold_that_keeps,
 )
 from aft_vision.sizes import check_image_size
@@ -142,7 +142,7 @@ def measure(model: nn.Module, loader: Any, thresholds: Sequence[float]) -> list[
     rows = []
     for threshold, each, found in zip(thresholds, pruned, metrics, strict=True):
         accuracy: dict[str, Any] = {name: found[name] for name in ('top1', 'top5', 'loss', 'samples') if name in found}
-        rows.append({'threshold': threshold, **accuracy, **sparsity_figures(each)})
+        rows.append({'threshold': threshold, **accuracy, **sparsity_metrics(each)})
     return rows
 
 

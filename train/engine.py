@@ -117,7 +117,7 @@ def train_one_epoch(
 
     Returns:
         `loss` (mean), `lr` (of the last update), `images_per_second` (including loading; or the unit of the objective),
-        `seconds`, `memory_mb` (the peak so far, of the device, or of the process on a CPU), and the figures of the
+        `seconds`, `memory_mb` (the peak so far, of the device, or of the process on a CPU), and the metrics of the
         objective. With kernel regularisation also entropies after the epoch in nats: `kernel_entropy`, the mean per
         head, and `kernel_entropy_NN` of each layer.
 
@@ -148,13 +148,13 @@ def train_one_epoch(
         reached.epoch_lr = lr
         reached.epoch_seconds += time.perf_counter() - start
         if reached.updates % UPDATES_PER_REPORT == 0 or reached.updates_of_epoch == reached.updates_per_epoch:
-            bar.set_postfix(_figures(state, loss, lr))
+            bar.set_postfix(_progress_values(state, loss, lr))
             if log is not None:
                 log.log_step(reached.updates, loss, lr, reached.seconds, state.regularization.entropies)
         after_update()
     if not reached.epoch_done:
         raise ValueError('expected an update with a finite loss in the epoch, got none')
-    return _epoch_figures(state)
+    return _epoch_metrics(state)
 
 
 def _keep_statistics(state: TrainState) -> Callable[[], None]:
@@ -168,7 +168,7 @@ def _keep_statistics(state: TrainState) -> Callable[[], None]:
     return restore
 
 
-def _epoch_figures(state: TrainState) -> dict[str, float]:
+def _epoch_metrics(state: TrainState) -> dict[str, float]:
     reached = state.progress
     updates_per_second = reached.epoch_done / reached.epoch_seconds
     loss = reached.epoch_loss / reached.epoch_done
@@ -178,8 +178,8 @@ def _epoch_figures(state: TrainState) -> dict[str, float]:
         f'{state.objective.unit}_per_second': state.batch_size * updates_per_second,
         'seconds': reached.epoch_seconds,
         'memory_mb': peak_memory_mb(state.world.device),
-        **state.objective.figures(loss, reached.updates, reached.seconds, updates_per_second),
-        **state.regularization.figures(),
+        **state.objective.train_metrics(loss, reached.updates, reached.seconds, updates_per_second),
+        **state.regularization.metrics(),
     }
 
 
@@ -318,8 +318,8 @@ def _progress_bar(state: TrainState, progress: bool) -> tqdm:
     )
 
 
-def _figures(state: TrainState, loss: float, lr: float) -> dict[str, str]:
-    """Return the figures of the progress bar; the remaining time is for all epochs, without evaluation."""
+def _progress_values(state: TrainState, loss: float, lr: float) -> dict[str, str]:
+    """Return the values of the progress bar; the remaining time is for all epochs, without evaluation."""
     reached = state.progress
     seconds = reached.epoch_seconds / reached.epoch_done
     left = (state.total_updates - reached.updates) * seconds

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     """Train or evaluate.
 
     Returns:
-        The final state, with the figures of every epoch in `progress.history`; None after an evaluation.
+        The final state, with the metrics of every epoch in `progress.history`; None after an evaluation.
 
     Raises:
         ValueError: the experiment, the data set or the checkpoint to start from is not valid.
@@ -146,7 +146,7 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
     save_figure(draw_history(state.progress.history, targets), run_dir / 'curves.png')
     print(f'best top-1 {state.progress.best:.1f} %; in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
-    print('  summary.csv         every epoch    curves.png  the figures as plots')
+    print('  summary.csv         every epoch    curves.png  the metrics as plots')
     print('  config.yaml         to repeat the run', end='')
     print('    tensorboard/  for tensorboard --logdir' if state.run.tensorboard else '')
 

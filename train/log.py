@@ -34,7 +34,7 @@ class RunLog:
         self.writer: Any = None
         # Every row has all columns: those of earlier rows and those of later ones.
         names = [
-            *state.regularization.figures(),
+            *state.regularization.metrics(),
             *(k.removeprefix('train_') for row in state.progress.history for k in row),
         ]
         self.entropies = [name for name in dict.fromkeys(names) if name.startswith('kernel_entropy')]

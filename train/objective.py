@@ -44,7 +44,7 @@ class Objective(ABC):
         """Return whether a value of `best` reaches the goal."""
         return self.goal is not None and not self.is_better(self.goal, value)
 
-    def figures(self, loss: float, updates: int, seconds: float, updates_per_second: float) -> dict[str, float]:
+    def train_metrics(self, loss: float, updates: int, seconds: float, updates_per_second: float) -> dict[str, float]:
         """Return further columns of the log for an epoch of training.
 
         Args:

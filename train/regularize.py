@@ -52,7 +52,7 @@ class KernelRegularization:
             return []
         return torch.stack([entropy.mean() for entropy in layer_entropies(self.model)]).tolist()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return columns of the log: `kernel_entropy`, the mean per head, and `kernel_entropy_NN` of each layer."""
         layers = self.entropies()
         if not layers:

@@ -61,7 +61,7 @@ class Likelihood(Objective):
     def __init__(self, unit: str, bits_unit: str, length: int) -> None:
         self.unit, self.bits_unit, self.length = unit, bits_unit, length
 
-    def figures(self, loss: float, updates: int, seconds: float, updates_per_second: float) -> dict[str, float]:
+    def train_metrics(self, loss: float, updates: int, seconds: float, updates_per_second: float) -> dict[str, float]:
         """Return `bits` of the loss, and `updates` and `total_seconds` of the run so far, without evaluation."""
         return {
             'bits': float(bits(loss)),
@@ -210,7 +210,7 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
         data_type: Class of its data.
 
     Returns:
-        The final state, with the figures of every epoch in `progress.history`; None after an evaluation.
+        The final state, with the metrics of every epoch in `progress.history`; None after an evaluation.
 
     Raises:
         ValueError: the experiment, the data or the checkpoint to start from is not valid.
@@ -298,7 +298,7 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     write_json(run_dir / 'result.json', result)
     save_figure(draw_bits({run_dir.name: run_dir}, data.bits_unit), run_dir / 'curves.png')
     print(f'best {state.progress.best:.4f} {data.measure} ({split}); in {run_dir}:')
-    print('  best.pth, last.pth  checkpoints    result.json  the final figures')
-    print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the figures as plots')
+    print('  best.pth, last.pth  checkpoints    result.json  the final metrics')
+    print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the metrics as plots')
     print('  config.yaml         to repeat the run', end='')
     print('    tensorboard/  for tensorboard --logdir' if state.run.tensorboard else '')

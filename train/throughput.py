@@ -63,8 +63,8 @@ class Throughput:
 
     def __str__(self) -> str:
         limit = 'the loader' if self.loader < self.model else 'the model'
-        figures = f'loader alone {self.loader:.0f}, model alone {self.model:.0f}, both {self.both:.0f}'
-        return f'{self.unit}/s: {figures}; {limit} limits the run'
+        rates = f'loader alone {self.loader:.0f}, model alone {self.model:.0f}, both {self.both:.0f}'
+        return f'{self.unit}/s: {rates}; {limit} limits the run'
 
 
 def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Throughput:

@@ -177,13 +177,13 @@ def _bias_section(report: Report) -> str:
         columns += [f'{title}{name}' for name in ('entropy', 'share below 0.1', 'largest')]
         statistics.append(bias_statistics(model))
     rows = []
-    for figures in zip(*statistics, strict=True):
+    for layer in zip(*statistics, strict=True):
         cells = [
             text
-            for row in figures
+            for row in layer
             for text in (_decimals(row['entropy']), f'{100 * row["unbiased"]:.1f}%', f'{row["largest"]:.2f}')
         ]
-        rows.append([str(figures[-1]['layer']), *cells])
+        rows.append([str(layer[-1]['layer']), *cells])
     uniform = statistics[-1][0]['uniform']
     legend = paragraph(
         f'Entropy is that of softmax(w) in nats, the mean over heads (AFT Eq. 9); equal biases have {uniform:.3f}. '

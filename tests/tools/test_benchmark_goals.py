@@ -1,4 +1,4 @@
-"""The table of goals: its verdicts, its exit code, and what each figure compares."""
+"""The table of goals: its verdicts, its exit code, and what each measurement compares."""
 
 import io
 import json
@@ -14,11 +14,11 @@ from helpers import require_ffcv
 from torch.autograd import DeviceType
 
 from tools import machine
-from tools.benchmark import compare, decode, figures, goals, ops
+from tools.benchmark import compare, decode, goals, measurements, ops
 from tools.benchmark.__main__ import main
 from tools.benchmark.compare import Candidate, Prepared
-from tools.benchmark.figures import Figure
 from tools.benchmark.goals import Goal, make_goals, measure_goals
+from tools.benchmark.measurements import Measurement
 from tools.benchmark.models import classifier
 from tools.benchmark.ops import Operation
 from train import throughput
@@ -49,18 +49,18 @@ def table(monkeypatch):
 )
 def test_a_figure_reaches_its_goal_or_its_floor_or_neither(value: float, at_most: bool, verdict: str):
     floor, goal = (1.5, 1.0) if at_most else (1.0, 1.5)
-    assert Goal(1, 'speed', floor, goal, Figure, at_most).verdict(value) == verdict
+    assert Goal(1, 'speed', floor, goal, Measurement, at_most).verdict(value) == verdict
     # Without a floor nothing can fall below it.
-    assert Goal(1, 'speed', None, None, Figure, at_most).verdict(value) == 'reported'
+    assert Goal(1, 'speed', None, None, Measurement, at_most).verdict(value) == 'reported'
     only_goal = 'goal' if verdict == 'goal' else 'reported'
-    assert Goal(1, 'speed', None, goal, Figure, at_most).verdict(value) == only_goal
+    assert Goal(1, 'speed', None, goal, Measurement, at_most).verdict(value) == only_goal
 
 
 def test_a_figure_without_what_it_needs_is_open_and_fails_nothing(table, monkeypatch, capsys):
     monkeypatch.setattr(goals, 'has_bfloat16', lambda: False)
     monkeypatch.setattr('torch.cuda.is_available', lambda: False)
     for needs in ('bfloat16', 'cuda', 'a_package_that_is_absent'):
-        table.append(Goal(17, f'on {needs}', 1.0, 2.0, lambda rounds: Figure(0.1), needs=needs))
+        table.append(Goal(17, f'on {needs}', 1.0, 2.0, lambda rounds: Measurement(0.1), needs=needs))
     assert {row['verdict'] for row in main(['goals', '--allow-load'])['rows']} == {'open'}
     assert sum(line.endswith('open') for line in capsys.readouterr().out.splitlines()) == 3
     monkeypatch.setattr(goals, 'has_bfloat16', lambda: True)
@@ -85,15 +85,15 @@ def test_a_verdict_names_the_processor_and_its_instructions(
     (tmp_path / 'cpuinfo').write_text(f'model name : some processor\n{flags}\n')
     monkeypatch.setattr(machine, 'Path', lambda path: tmp_path / 'cpuinfo')
     assert machine.has_bfloat16() == has_bfloat16
-    (row,) = measure_goals([Goal(1, 'any', 1.0, 2.0, lambda rounds: Figure(1.5))], rounds=1)
+    (row,) = measure_goals([Goal(1, 'any', 1.0, 2.0, lambda rounds: Measurement(1.5))], rounds=1)
     assert (row['verdict'], row['processor']) == ('floor', words)
 
 
 def test_the_header_names_every_device_and_two_threads(table, monkeypatch):
     table += [
-        Goal(1, 'here', 1.0, 2.0, lambda rounds: Figure(torch.get_num_threads())),
-        Goal(17, 'on a GPU', 1.0, 2.0, lambda rounds: Figure(1.5), needs='cuda'),
-        Goal(18, 'absent', 1.0, 2.0, lambda rounds: Figure(1.5), needs='a_package_that_is_absent'),
+        Goal(1, 'here', 1.0, 2.0, lambda rounds: Measurement(torch.get_num_threads())),
+        Goal(17, 'on a GPU', 1.0, 2.0, lambda rounds: Measurement(1.5), needs='cuda'),
+        Goal(18, 'absent', 1.0, 2.0, lambda rounds: Measurement(1.5), needs='a_package_that_is_absent'),
     ]
     monkeypatch.setattr('tools.benchmark.__main__.count_cores', lambda: 16)
     monkeypatch.setattr('torch.cuda.is_available', lambda: True)
@@ -117,15 +117,15 @@ def test_the_header_names_every_device_and_two_threads(table, monkeypatch):
 
 
 def test_a_figure_below_its_floor_or_that_fails_makes_the_command_fail(table, tmp_path, capsys):
-    def fail(rounds: int) -> Figure:
+    def fail(rounds: int) -> Measurement:
         # Each is there as it comes.
         assert '1.10' in capsys.readouterr().err
         raise RuntimeError('no kernel\nfor this')
 
     table += [
-        Goal(1, 'good', 1.0, 2.0, lambda rounds: Figure(1.1)),
+        Goal(1, 'good', 1.0, 2.0, lambda rounds: Measurement(1.1)),
         Goal(2, 'broken', 1.0, 2.0, fail),
-        Goal(3, 'bad', 1.0, 2.0, lambda rounds: Figure(0.5)),
+        Goal(3, 'bad', 1.0, 2.0, lambda rounds: Measurement(0.5)),
     ]
     assert main(['goals', '--rows', '1', '--allow-load'])['rows'][0]['verdict'] == 'floor'
     for chosen in ([], ['--rows', '1', '3']):
@@ -169,7 +169,7 @@ def test_decoding_is_measured_once_for_all_its_figures(monkeypatch):
             for place, name in enumerate(decode.MODELS)
         ]
 
-    monkeypatch.setattr(figures, 'decode', cache(measure))
+    monkeypatch.setattr(measurements, 'decode', cache(measure))
     rows = measure_goals([goal for goal in make_goals() if goal.row in (10, 11)], rounds=15)
     assert calls == [5]
     assert [row['verdict'] for row in rows[:3]] == ['floor', 'goal', 'goal']
@@ -193,14 +193,14 @@ def timed(monkeypatch):
 def test_a_speed_is_the_time_of_the_first_candidate_over_that_of_the_last(timed):
     names = ('attention', 'between', 'ours')
     made = [Candidate(name, lambda training, name=name: Prepared(lambda: name)) for name in names]
-    assert figures.speed(lambda: made, rounds=3) == Figure(2.0, (2.0, 2.0))
+    assert measurements.speed(lambda: made, rounds=3) == Measurement(2.0, (2.0, 2.0))
     assert timed == [['attention', 'ours']]
 
     def fail(training):
         raise RuntimeError('no kernel')
 
     with pytest.raises(RuntimeError, match='ours: RuntimeError: no kernel'):
-        figures.speed(lambda: [made[0], Candidate('ours', fail)], rounds=3)
+        measurements.speed(lambda: [made[0], Candidate('ours', fail)], rounds=3)
 
 
 @pytest.mark.parametrize('operation', [FULL, LOCAL, CONV], ids=lambda operation: operation.name)
@@ -219,7 +219,7 @@ def test_operations_are_compared_with_attention_of_the_same_result(operation: Op
 
 
 def test_the_cost_of_a_call_is_that_of_the_operation_over_that_of_attention(timed):
-    assert figures.speed(lambda: figures.call_candidates(CONV), rounds=3).measured == 2.0
+    assert measurements.speed(lambda: measurements.call_candidates(CONV), rounds=3).measured == 2.0
     ((own, heads),) = timed
     attention, _, expected = (each.prepare(False).forward() for each in ops.candidates_of([CONV]))
     torch.testing.assert_close(own, expected)
@@ -248,13 +248,13 @@ def test_a_model_is_compared_with_its_peer_in_its_runtime_at_its_size(monkeypatc
 
 
 def test_memory_is_measured():
-    assert figures.memory(partial(ops.candidates_of, [FULL]), rounds=1).measured > 0
+    assert measurements.memory(partial(ops.candidates_of, [FULL]), rounds=1).measured > 0
     # q, k, v and y of both, and the denominators of AFT-full.
-    assert 1.0 < figures.kept(FULL, rounds=1).measured < 2.0
+    assert 1.0 < measurements.kept(FULL, rounds=1).measured < 2.0
     # The scratch of one block is constant, so short sequences grow by less than their length.
-    assert 0.5 < figures.memory_exponent(local, (512, 2048), rounds=1).measured <= 1.05
+    assert 0.5 < measurements.memory_exponent(local, (512, 2048), rounds=1).measured <= 1.05
     both = [classifier(name, (1, 3, 32, 32), CPU) for name in ('deit_tiny_patch16_224', 'aft_conv_tiny')]
-    assert 0.5 < figures.memory(lambda: both, 'training', rounds=1).measured < 3
+    assert 0.5 < measurements.memory(lambda: both, 'training', rounds=1).measured < 3
 
 
 def test_the_free_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch):
@@ -268,14 +268,14 @@ def test_the_free_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch):
 
 
 def small_photographs(monkeypatch) -> None:
-    monkeypatch.setattr(figures, 'PHOTOGRAPHS', 64)
-    monkeypatch.setattr(figures, 'PHOTOGRAPH_SIZE', (48, 36))
+    monkeypatch.setattr(measurements, 'PHOTOGRAPHS', 64)
+    monkeypatch.setattr(measurements, 'PHOTOGRAPH_SIZE', (48, 36))
 
 
 def test_our_loader_is_compared_with_that_of_timm(monkeypatch):
     small_photographs(monkeypatch)
-    figure = figures.loader_cost('folder', rounds=1)
-    assert 0.2 < figure.measured < 5
+    measurement = measurements.loader_cost('folder', rounds=1)
+    assert 0.2 < measurement.measured < 5
 
 
 # FFCV compiles its steps.
@@ -285,8 +285,8 @@ def test_our_loader_is_compared_with_that_of_ffcv(monkeypatch):
     require_ffcv()
     small_photographs(monkeypatch)
     threads = torch.get_num_threads()
-    figure = figures.loader_cost('ffcv', rounds=3)
-    assert 0.1 < figure.measured < 10
+    measurement = measurements.loader_cost('ffcv', rounds=3)
+    assert 0.1 < measurement.measured < 10
     assert torch.get_num_threads() == threads
 
 
@@ -299,17 +299,17 @@ def test_our_update_is_compared_with_that_of_timms_task(monkeypatch):
         return SimpleNamespace(stdout=printed.getvalue(), stderr='')
 
     # Not subprocess.run itself, by which the kernels are built.
-    monkeypatch.setattr(figures, 'subprocess', SimpleNamespace(run=run))
-    monkeypatch.setattr(figures, 'STEP', '--config configs/smoke/one_epoch.yaml data.batch_size=10')
+    monkeypatch.setattr(measurements, 'subprocess', SimpleNamespace(run=run))
+    monkeypatch.setattr(measurements, 'STEP', '--config configs/smoke/one_epoch.yaml data.batch_size=10')
     # Of nine rounds another process may slow four.
-    figure = figures.step_cost(rounds=9)
-    low, high = figure.ratio_quartiles
-    assert low <= figure.measured <= high
-    assert 0.1 < figure.measured < 10
+    measurement = measurements.step_cost(rounds=9)
+    low, high = measurement.ratio_quartiles
+    assert low <= measurement.measured <= high
+    assert 0.1 < measurement.measured < 10
     failed = SimpleNamespace(stdout='', stderr='no such')
-    monkeypatch.setattr(figures, 'subprocess', SimpleNamespace(run=lambda *args, **kwargs: failed))
+    monkeypatch.setattr(measurements, 'subprocess', SimpleNamespace(run=lambda *args, **kwargs: failed))
     with pytest.raises(RuntimeError, match=r'ratio of updates from train\.throughput, got no such'):
-        figures.step_cost(rounds=2)
+        measurements.step_cost(rounds=2)
 
 
 def test_the_kernels_of_a_call_are_summed_and_nothing_else(monkeypatch):
@@ -318,33 +318,35 @@ def test_the_kernels_of_a_call_are_summed_and_nothing_else(monkeypatch):
         return SimpleNamespace(time_range=span, device_type=device_type, is_user_annotation=is_user_annotation)
 
     log, seen = [], [event(3e6), event(2e6), event(7e6, DeviceType.CPU), event(9e6, is_user_annotation=True)]
-    monkeypatch.setattr(figures, 'synchronize', lambda device: log.append('wait'))
-    monkeypatch.setattr(figures, 'profile', lambda **kwargs: nullcontext(SimpleNamespace(events=lambda: seen)))
-    monkeypatch.setattr(figures, 'CALLS', 2)
-    assert figures.time_kernels(lambda: log.append('a'), torch.device('cuda'), 2) == [2.5, 2.5]
+    monkeypatch.setattr(measurements, 'synchronize', lambda device: log.append('wait'))
+    monkeypatch.setattr(measurements, 'profile', lambda **kwargs: nullcontext(SimpleNamespace(events=lambda: seen)))
+    monkeypatch.setattr(measurements, 'CALLS', 2)
+    assert measurements.time_kernels(lambda: log.append('a'), torch.device('cuda'), 2) == [2.5, 2.5]
     # The device has done its work before the profiler stops.
     assert ' '.join(log) == 'a wait a a wait wait a a wait'
     seen.clear()
     with pytest.raises(RuntimeError, match='expected kernels on cuda, got none from the profiler'):
-        figures.time_kernels(lambda: None, torch.device('cuda'), 1)
+        measurements.time_kernels(lambda: None, torch.device('cuda'), 1)
 
 
 def test_the_roofline_counts_what_must_be_done(monkeypatch):
     # Products of (5, 5) weights with e^k v and e^k, and q, k, v and the result: a second, and half a second.
-    monkeypatch.setattr(figures, 'device_rates', lambda *args: (2 * 5 * 5 * 2 * 64, 2 * 4 * 5 * 64 * 4))
+    monkeypatch.setattr(measurements, 'device_rates', lambda *args: (2 * 5 * 5 * 2 * 64, 2 * 4 * 5 * 64 * 4))
     # The kernels take 2 and 4 seconds.
-    monkeypatch.setattr(figures, 'time_kernels', lambda *args: [2.0, 4.0])
-    figure = figures.roofline_share(FULL, torch.float32, CPU, rounds=2)
-    assert (figure.measured, figure.milliseconds_pair) == (0.375, (1000.0, 3000.0))
+    monkeypatch.setattr(measurements, 'time_kernels', lambda *args: [2.0, 4.0])
+    measurement = measurements.roofline_share(FULL, torch.float32, CPU, rounds=2)
+    assert (measurement.measured, measurement.milliseconds_pair) == (0.375, (1000.0, 3000.0))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 @pytest.mark.parametrize('operation', [FULL, LOCAL, CONV], ids=lambda operation: operation.name)
 def test_figures_are_measured_on_a_cuda_device(operation: Operation):
-    make = partial(ops.candidates_of, [operation], torch.bfloat16, figures.CUDA)
-    share = figures.roofline_share(operation, torch.bfloat16, figures.CUDA, rounds=2)
-    speeds = [figures.speed(make, direction, device=figures.CUDA, rounds=2) for direction in compare.DIRECTIONS]
-    for figure in (share, *speeds):
-        assert figure.measured > 0
-        assert min(figure.milliseconds_pair) > 0
+    make = partial(ops.candidates_of, [operation], torch.bfloat16, measurements.CUDA)
+    share = measurements.roofline_share(operation, torch.bfloat16, measurements.CUDA, rounds=2)
+    speeds = [
+        measurements.speed(make, direction, device=measurements.CUDA, rounds=2) for direction in compare.DIRECTIONS
+    ]
+    for measurement in (share, *speeds):
+        assert measurement.measured > 0
+        assert min(measurement.milliseconds_pair) > 0

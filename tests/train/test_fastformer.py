@@ -619,7 +619,7 @@ WRONG = {
         ('generate.beams=3', r'generate\.beams = 3 is not a key; the nearest is generate\.num_beams'),
         ('model.max_target_positions=9', r'is not for an experiment: data\.max_summary_length says'),
         ('data.skip_lines=-1', r'data\.skip_lines to be at least 0, got -1'),
-        ('data.split_column=split data.test_path=x', r'data\.split_column to be null where other parts have'),
+        ('data.split_column=split data.test_path=x', r'data\.split_column to be null where other splits have'),
         ('data.kind=hub data.test_path=x', r"data\.test_path to be null for a data set of the hub, got 'x'"),
         ('data.hub_config=x', r"data\.hub_config to be null except for hub, got 'x'"),
         ('data.revision=x', r"data\.revision to be null for files, got 'x'"),

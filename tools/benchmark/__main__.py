@@ -7,7 +7,7 @@ decode      A token of the pixel models of AFT Table 2 with the state of what ca
 text        Text encoders at lengths T (Fastformer Fig. 2); with --behaviors M the latency of a request (Table 8).
 loader      Loaders of training images: images/s and CPU time, next to timm's and FFCV's own.
 goals       The promises of this project, with a floor and a goal each; --goals is the same. Exits with 1 if a measured
-            figure is below its floor or fails; open is what lacks its device, instructions or package.
+            measurement is below its floor or fails; open is what lacks its device, instructions or package.
 table       AFT Table 2, 4, 7 or 8: the paper's speed and memory next to those of this machine.
 
 Times are medians, ratios are taken within a round, where the alternatives run one after the other in one process, and
@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     'device': dict(help='where to measure; auto is CUDA where there is one'),
     'threads': dict(type=parse_positive, help='of torch on the CPU'),
     'allow_load': dict(action='store_true', help='report although other processes use the machine'),
-    'json': dict(type=Path, metavar='FILE', help='also write the figures here'),
+    'json': dict(type=Path, metavar='FILE', help='also write the measurements here'),
 }
 # The options of each section with their defaults: values, the words of a list, and in parentheses what is chosen later.
 COMMON = dict(threads="(torch's own choice)", allow_load=False, json=None)
@@ -129,7 +129,7 @@ from tools.machine import LoadMeter, check_load, count_cores, describe_backends,
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Print the figures of a section, draw them and write them as JSON if wanted.
+    """Print the measurements of a section, draw them and write them as JSON if wanted.
 
     Returns:
         `machine` and `backends` (each a line for a device), `settings` (without the files to write), `load` (the share

@@ -117,14 +117,14 @@ class _Run:
         """Measure the peak memory of the call and the bytes that autograd keeps; a graph has memory of its own."""
         if self.row['form'] == GRAPH:
             return
-        figures = {'peak_bytes': peak_memory(self.call, device)}
+        memory = {'peak_bytes': peak_memory(self.call, device)}
         if self.learns and self.row['form'] == EAGER:
             kept = [*self.prepared.leaves, *self.prepared.given]
-            figures['saved_bytes'] = saved_memory(self.prepared.forward, kept)
-        self.row |= figures
+            memory['saved_bytes'] = saved_memory(self.prepared.forward, kept)
+        self.row |= memory
 
     def finish(self, baseline: '_Run | None', single: bool, count: int | None) -> dict[str, Any]:
-        """Return the figures, with ratios to a baseline, or the error."""
+        """Return the measurements, with ratios to a baseline, or the error."""
         row, first = self.row, None if baseline is None or 'error' in baseline.row else baseline
         if self.seconds and 'error' not in row:
             timing = first and compare_rounds(self.seconds, first.seconds)

@@ -1,4 +1,4 @@
-"""The goals of this project in speed and memory: the figures, their floors and goals, and their verdicts."""
+"""The goals of this project in speed and memory: what is measured, its floors and goals, and its verdicts."""
 
 import argparse
 import importlib.util
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from tools.benchmark import figures
+from tools.benchmark import measurements
 from tools.benchmark.compare import DIRECTIONS, Candidate, describe_error
-from tools.benchmark.figures import Figure, speed
+from tools.benchmark.measurements import Measurement, speed
 from tools.benchmark.models import RUNTIMES, Images, classifier, runtime_candidate
 from tools.benchmark.ops import CPU, Operation, candidates_of, onehot_candidates, planar_layers
 from tools.benchmark.printer import Report, format_rows
@@ -83,7 +83,7 @@ MODELS: tuple[Any, ...] = (
 
 
 class Goal(NamedTuple):
-    """One promise: a row of the table, and the bounds of a figure of so many `rounds`; None where it is only reported.
+    """One promise: a row of the table, and its bounds in so many `rounds`; None where it is only reported.
 
     Args:
         at_most: Whether less is better.
@@ -95,7 +95,7 @@ class Goal(NamedTuple):
     what: str
     floor: float | None
     goal: float | None
-    measure: Callable[..., Figure]
+    measure: Callable[..., Measurement]
     at_most: bool = False
     needs: str = 'cpu'
 
@@ -141,8 +141,8 @@ def measure_goals(goals: Sequence[Goal], rounds: int) -> list[dict[str, Any]]:
     """Measure every goal, and write each to standard error when done; a failure does not stop the others.
 
     Returns:
-        A row for each: `row`, `what`, `floor`, `goal`, `at_most`, the fields of its Figure, the `processor`, `error`
-        (why it failed), and `verdict`: that of the goal, `failed`, or `open` where what it needs is absent.
+        A row for each: `row`, `what`, `floor`, `goal`, `at_most`, the fields of its Measurement, the `processor`,
+        `error` (why it failed), and `verdict`: that of the goal, `failed`, or `open` where what it needs is absent.
     """
     rows = []
     for goal in tqdm(goals, desc='goals', leave=False, disable=None):
@@ -151,8 +151,8 @@ def measure_goals(goals: Sequence[Goal], rounds: int) -> list[dict[str, Any]]:
             if goal.is_open:
                 row['verdict'] = 'open'
             else:
-                figure = goal.measure(rounds=rounds)
-                row |= {**figure._asdict(), 'verdict': goal.verdict(figure.measured)}
+                measurement = goal.measure(rounds=rounds)
+                row |= {**measurement._asdict(), 'verdict': goal.verdict(measurement.measured)}
                 row['processor'] = describe_processor('cuda' if goal.needs == 'cuda' else 'cpu')
         # Whatever it is: the others are measured all the same.
         except Exception as problem:
@@ -169,24 +169,27 @@ def make_goals() -> list[Goal]:
 
 def _operations() -> Iterator[Goal]:
     for row, operation, direction, needs, floor, goal in OPERATIONS:
-        dtype, device = torch.float32 if needs == 'cpu' else torch.bfloat16, figures.CUDA if needs == 'cuda' else CPU
+        dtype, device = (
+            torch.float32 if needs == 'cpu' else torch.bfloat16,
+            measurements.CUDA if needs == 'cuda' else CPU,
+        )
         measure = partial(speed, partial(candidates_of, [operation], dtype, device), direction, device=device)
         where = {'cpu': '', 'bfloat16': ', bfloat16', 'cuda': ', GPU, bfloat16'}[needs]
         yield Goal(row, f'{_named(operation)}{where}, {direction}', floor, goal, measure, needs=needs)
     for operation, _ in ON_GPU:
-        share = partial(figures.roofline_share, operation, torch.bfloat16, figures.CUDA)
+        share = partial(measurements.roofline_share, operation, torch.bfloat16, measurements.CUDA)
         yield Goal(18, f'{_named(operation)}, GPU, bfloat16, share of the roofline', 0.4, 0.7, share, needs='cuda')
     for name, bias in (('aft_full', (4, 4)), ('aft_conv', (32, 11, 11)), ('aft_conv', (192, 11, 11))):
         operation = Operation(name, (1, 4, 192), 3, bias)
-        cost = partial(speed, partial(figures.call_candidates, operation))
+        cost = partial(speed, partial(measurements.call_candidates, operation))
         yield Goal(21, f'time of a call over that of attention: {_named(operation)}', 4, 2, cost, True)
-    peak = partial(figures.memory, partial(candidates_of, [WHOLE]))
+    peak = partial(measurements.memory, partial(candidates_of, [WHOLE]))
     yield Goal(3, 'peak memory of AFT-full, forward, over that of attention', 2.0, 1.5, peak, True)
-    saved = partial(figures.kept, WHOLE)
+    saved = partial(measurements.kept, WHOLE)
     yield Goal(3, 'its bytes kept for the backward over those of attention', 1.3, 1.0, saved, True)
     growth = partial(speed, lambda: [_at_length(6144), _at_length(3072)])
     yield Goal(8, 'AFT-local causal: time of 6144 tokens over that of 3072', 2.2, 2.05, growth, True)
-    exponent = partial(figures.memory_exponent, _at_length, (3072, 12288))
+    exponent = partial(measurements.memory_exponent, _at_length, (3072, 12288))
     yield Goal(8, 'its memory as a power of T', 1.1, 1.0, exponent, True)
 
 
@@ -206,7 +209,7 @@ def _models() -> Iterator[Goal]:
         for size, (floor, goal) in bounds.items():
             make = partial(_classifiers, (baseline, name), (batch, 3, size, size), how)
             direction = 'training' if how.startswith('training') else 'forward'
-            measure = partial(figures.memory if how.endswith('memory') else speed, make, direction)
+            measure = partial(measurements.memory if how.endswith('memory') else speed, make, direction)
             if how == 'bfloat16':
                 measure = partial(measure, dtype=how)
             needs = how if how in ('bfloat16', *RUNTIMES) else 'cpu'
@@ -217,15 +220,15 @@ def _models() -> Iterator[Goal]:
 def _costs() -> Iterator[Goal]:
     local, simple = 'aft_local_pixel', 'aft_simple_pixel'
     for batch, name, floor, goal in ((1, local, 1.5, 2.5), (16, local, 4, 5), (16, simple, 7, 9)):
-        measure = partial(figures.decoding, name, batch, 'ratio')
+        measure = partial(measurements.decoding, name, batch, 'ratio')
         yield Goal(10, f'decoding 3,072 tokens against a KV cache: {name}, B={batch}', floor, goal, measure)
     for batch, name in product((1, 16), (local, simple)):
         what = f'decoding, time of a token at t=3071 over t=300: {name}, B={batch}'
-        yield Goal(11, what, 1.15, 1.02, partial(figures.decoding, name, batch, 'flatness'), True)
+        yield Goal(11, what, 1.15, 1.02, partial(measurements.decoding, name, batch, 'flatness'), True)
     what = 'CPU time of an image of our loader over'
-    yield Goal(25, f"{what} FFCV's own Loader", 1.1, 1.0, partial(figures.loader_cost, 'ffcv'), True, 'ffcv')
-    yield Goal(25, f"{what} timm's, of a folder", 1.1, 1.0, partial(figures.loader_cost, 'folder'), True)
-    yield Goal(26, "time of our update over that of timm's task, one batch", 1.03, 1.01, figures.step_cost, True)
+    yield Goal(25, f"{what} FFCV's own Loader", 1.1, 1.0, partial(measurements.loader_cost, 'ffcv'), True, 'ffcv')
+    yield Goal(25, f"{what} timm's, of a folder", 1.1, 1.0, partial(measurements.loader_cost, 'folder'), True)
+    yield Goal(26, "time of our update over that of timm's task, one batch", 1.03, 1.01, measurements.step_cost, True)
 
 
 def _named(operation: Operation) -> str:

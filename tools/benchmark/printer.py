@@ -1,4 +1,4 @@
-"""Rows of figures as text and as pictures: one table printer and one plot for every section."""
+"""Rows of measurements as text and as pictures: one table printer and one plot for every section."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ LONGEST_ERROR = 100
 
 
 class Report(NamedTuple):
-    """The result of a section: rows of figures, the line above them, and rows of fits over the tokens."""
+    """The result of a section: rows of measurements, the line above them, and rows of fits over the tokens."""
 
     rows: list[dict[str, Any]]
     head: str
@@ -64,7 +64,7 @@ def _show(row: dict[str, Any], key: str) -> str:
     return layout(value) if callable(layout) else format(value, layout)
 
 
-# The title of each figure, and its layout for `format` or a function; columns come in this order.
+# The title of each column, and its layout for `format` or a function; columns come in this order.
 COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     'row': ('row', ''),
     'group': ('group', ''),

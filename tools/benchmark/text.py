@@ -67,7 +67,7 @@ def measure_lengths(args: argparse.Namespace, names: Sequence[str], device: torc
     rows = measure_until(make, args.tokens or (), device, args.rounds or 3, directions=DIRECTIONS, **options)
     for row in rows:
         row |= {key: row[key] / row['batch_size'] for key in QUANTITIES if key in row}
-    head = f'{args.total_tokens} tokens in a batch; figures of one text of it, exponents of the upper half'
+    head = f'{args.total_tokens} tokens in a batch; measurements of one text of it, exponents of the upper half'
     return report_fits(rows, head)
 
 

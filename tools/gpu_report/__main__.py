@@ -12,7 +12,7 @@ d  AFT-conv and DeiT trained on --data, a folder or tar file with train/CLASS an
 e  AFT Tables 7, 2 and 4: speed and memory
 
 A piece is a process with a time limit, so that none stops another; those of `a` run side by side, the others one by
-one. OUT receives report.md and report.json, rewritten after each piece; NAME.json of each piece with its figures
+one. OUT receives report.md and report.json, rewritten after each piece; NAME.json of each piece with its measurements
 (verification and training keep a part of them if they are stopped, goals the lines that they printed); NAME.txt and
 NAME.err, what it printed. What is done is skipped when the command runs
 again, unless the sources, the machine or its command have changed. What cannot run here, as without a package, is
@@ -69,10 +69,10 @@ from tools.machine import count_cores, describe_backends, describe_machine, read
 from tools.processes import Commands, interrupted_by_sigterm
 
 PACKAGES = ('triton', 'fla', 'ffcv', 'omegaconf')
-# The figures depend on these.
+# The measurements depend on these.
 SOURCES = [f'{folder}/**/*.{kind}' for folder in ('aft_vision', 'tools', 'train') for kind in ('py', 'cpp', 'h')]
 SOURCES.append('configs/**/*.yaml')
-# They end with 1 when all was measured, and a kernel or a figure is not as it should be.
+# They end with 1 when all was measured, and a kernel or a measurement is not as it should be.
 VERDICTS = ('tools.verify_gpu', 'tools.benchmark')
 
 
@@ -174,8 +174,8 @@ class Report:
         limit = min(self.args.limit, self.end - time.monotonic())
         if limit <= 0:
             return {'status': 'open', 'reason': 'no time was left', 'code': None, 'seconds': 0.0}
-        figures, printed, errors = (self.args.out / f'{name}.{kind}' for kind in ('figures', 'txt', 'err'))
-        figures.unlink(missing_ok=True)
+        measurements, printed, errors = (self.args.out / f'{name}.{kind}' for kind in ('figures', 'txt', 'err'))
+        measurements.unlink(missing_ok=True)
         # Models on a CPU are not for the interpreter.
         interprets = self.args.dry_run and name.startswith('a.')
         more = {'TRITON_INTERPRET': '1', 'TRITON_CACHE_DIR': str(self.args.out / 'triton')} if interprets else {}
@@ -186,10 +186,10 @@ class Report:
             words = [*words[:place], f'{limit - MARGIN:.0f}', *words[place + 1 :]]
         start = time.monotonic()
         with printed.open('w') as out, errors.open('w') as err:
-            command = [sys.executable, '-m', *words, '--json', str(figures)]
+            command = [sys.executable, '-m', *words, '--json', str(measurements)]
             code = self.running.run_within(limit, command, stdout=out, stderr=err, env=os.environ | more)
-        found = read_json(figures)
-        # A traceback ends with 1 as well, but leaves its figures incomplete.
+        found = read_json(measurements)
+        # A traceback ends with 1 as well, but leaves its measurements incomplete.
         is_whole = found is not None and found.get('complete', True)
         is_done = is_whole and (code == 0 or (code == 1 and words[0] in VERDICTS))
         status = 'done' if is_done else 'open' if code == EXIT_CODE else 'failed' if found is None else 'in part'

@@ -21,7 +21,7 @@ from tools.arguments import CommandParser
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--json', type=Path, required=True, metavar='FILE', help='where to write the figures')
+    parser.add_argument('--json', type=Path, required=True, metavar='FILE', help='where to write the measurements')
     parser.add_argument('--rounds', type=int, default=10, help='(default: 10)')
     parser.add_argument('--dry-run', action='store_true', help='tiny shapes on a CPU, nothing compiled')
     return parser.parse_args(argv)
@@ -48,7 +48,7 @@ TINY = dict.fromkeys(SHAPES, ((2, 16, 32), 2))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the figures after each group and direction.
+    """Write the measurements after each group and direction.
 
     Raises:
         ValueError: there is no GPU.

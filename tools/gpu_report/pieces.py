@@ -1,4 +1,4 @@
-"""The pieces of the report: the commands that make them, without the file of their figures, the most valuable first."""
+"""The pieces of the report: their commands, without the file to write, the most valuable first."""
 
 import argparse
 
@@ -7,7 +7,7 @@ MODELS = (
     '--baseline deit_small_patch16_224 --models aft_conv_small aft_conv_small_k11_h16 aft_axial_small aft_full_small'
 )
 TINY_MODELS = '--baseline deit_tiny_patch16_224 --models aft_conv_tiny --sizes 32 --batch-size 1 --rounds 1'
-# The figures say how much other processes used.
+# The measurements say how much other processes used.
 CUDA = '--device cuda --dtype bfloat16 --allow-load'
 # Seconds that a training keeps of its limit, for its last evaluation.
 MARGIN = 30

@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--data', help='a folder or tar file with train/CLASS and val/CLASS')
     parser.add_argument('--seconds', type=float, default=480.0, help='for all of it (default: 480)')
     parser.add_argument('--out', type=Path, required=True, help='folder of the runs')
-    parser.add_argument('--json', type=Path, required=True, metavar='FILE', help='where to write the figures')
+    parser.add_argument('--json', type=Path, required=True, metavar='FILE', help='where to write the measurements')
     parser.add_argument('--dry-run', action='store_true', help='tiny models on the photographs of the tests, on a CPU')
     return parser.parse_args(argv)
 
@@ -56,7 +56,7 @@ from tools.machine import count_cores
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the figures after the trials, and after each run.
+    """Write the measurements after the trials, and after each run.
 
     Raises:
         ValueError: there are no images, or there is no time after the trials.
@@ -108,7 +108,7 @@ def find_data(args: argparse.Namespace) -> None:
 
 
 def train(name: str, epochs: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a model, and return its figures; those of an epoch are medians over all but the first, which compiles."""
+    """Train a model, and measure it; values of an epoch are medians over all but the first, which compiles."""
     folder, begun = args.out / f'{name}_{epochs}', time.monotonic()
     words = [*(TINY_RECIPE if args.dry_run else RECIPE).split(), f'model.name={name}', f'schedule.epochs={epochs}']
     words += [f'data.dir={args.data}', f'data.num_workers={min(count_cores(), 16)}'] if args.data else []

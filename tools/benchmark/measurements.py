@@ -1,4 +1,4 @@
-"""Measurements of each kind of figure of the table of goals."""
+"""Measurement of each kind of row of the table of goals."""
 
 import math
 import re
@@ -47,8 +47,8 @@ STEP = (
 )
 
 
-class Figure(NamedTuple):
-    """A figure; of a time also quartiles over the rounds, on a GPU the milliseconds of the other and of ours."""
+class Measurement(NamedTuple):
+    """A value; of a time also quartiles over the rounds, on a GPU the milliseconds of the other and of ours."""
 
     measured: float
     ratio_quartiles: tuple[float, float] | None = None
@@ -57,7 +57,7 @@ class Figure(NamedTuple):
 
 def speed(
     make: Make, direction: str = 'forward', dtype: str = 'float32', device: torch.device = CPU, *, rounds: int
-) -> Figure:
+) -> Measurement:
     """Measure the time of the first candidate over that of the last.
 
     Args:
@@ -67,25 +67,25 @@ def speed(
         first, own = _rows(make(), device, rounds, directions=[direction], memory=False)
     # Absolute times of a processor say nothing of another.
     pair = (first['milliseconds'], own['milliseconds']) if device.type == 'cuda' else None
-    return Figure(own['ratio'], own['ratio_quartiles'], pair)
+    return Measurement(own['ratio'], own['ratio_quartiles'], pair)
 
 
-def memory(make: Make, direction: str = 'forward', *, rounds: int) -> Figure:
+def memory(make: Make, direction: str = 'forward', *, rounds: int) -> Measurement:
     """Measure the peak of the last candidate over that of the first."""
-    return Figure(_rows(make(), CPU, 0, directions=[direction])[1]['peak_ratio'])
+    return Measurement(_rows(make(), CPU, 0, directions=[direction])[1]['peak_ratio'])
 
 
-def memory_exponent(make: Callable[[int], Candidate], lengths: tuple[int, int], *, rounds: int) -> Figure:
+def memory_exponent(make: Callable[[int], Candidate], lengths: tuple[int, int], *, rounds: int) -> Measurement:
     """Measure the exponent with which the forward's peak memory grows in the tokens; 1 is linear."""
     growth = memory(lambda: [make(length) for length in lengths], rounds=rounds).measured
-    return Figure(math.log(growth) / math.log(lengths[1] / lengths[0]))
+    return Measurement(math.log(growth) / math.log(lengths[1] / lengths[0]))
 
 
-def kept(operation: Operation, *, rounds: int) -> Figure:
+def kept(operation: Operation, *, rounds: int) -> Measurement:
     """Measure the bytes kept for the backward over those of attention."""
     attention, own = (each.prepare(True) for each in candidates_of([operation])[::2])
     # q, k and v count: attention and the operation are given the same. The position bias is a weight.
-    return Figure(saved_memory(own.forward, own.leaves[3:]) / saved_memory(attention.forward))
+    return Measurement(saved_memory(own.forward, own.leaves[3:]) / saved_memory(attention.forward))
 
 
 def call_candidates(operation: Operation) -> list[Candidate]:
@@ -99,18 +99,18 @@ def call_candidates(operation: Operation) -> list[Candidate]:
     return [Candidate('AFT', partial(operation.own, torch.float32, CPU)), Candidate('SDPA', attend)]
 
 
-# It takes minutes: once for all of its figures.
+# It takes minutes: once for all that is measured of it.
 decode = cache(partial(measure_decode, CPU))
 
 
-def decoding(name: str, batch: int, key: str, *, rounds: int) -> Figure:
-    """Return a figure of `measure_decode`, `ratio` or `flatness`."""
+def decoding(name: str, batch: int, key: str, *, rounds: int) -> Measurement:
+    """Return a measurement of `measure_decode`, `ratio` or `flatness`."""
     rows = decode(min(rounds, SLOW_ROUNDS))
     row = next(row for row in rows if (row['name'], row['batch_size']) == (name, batch))
-    return Figure(row[key], row[f'{key}_quartiles'])
+    return Measurement(row[key], row[f'{key}_quartiles'])
 
 
-def loader_cost(kind: str, *, rounds: int) -> Figure:
+def loader_cost(kind: str, *, rounds: int) -> Measurement:
     """Measure the CPU time of an image of our loader over that of timm's, of a 'folder', or of FFCV's own, 'ffcv'."""
     with TemporaryDirectory() as folder:
         source = Path(folder) / 'images'
@@ -124,10 +124,10 @@ def loader_cost(kind: str, *, rounds: int) -> Figure:
                 write_ffcv(['--data', str(images), '--out', str(source), '--workers', '0', '--quiet'])
         # In this process, whose time is counted finest.
         row = measure_loaders([str(source)], 224, 64, 0, min(rounds, SLOW_ROUNDS))[0]
-        return Figure(row['cpu_ratio'], row['cpu_quartiles'])
+        return Measurement(row['cpu_ratio'], row['cpu_quartiles'])
 
 
-def step_cost(*, rounds: int) -> Figure:
+def step_cost(*, rounds: int) -> Measurement:
     """Measure the time of an update by our trainer over that of a written-out one of timm's task, on one batch."""
     words = [*STEP.split(), '--rounds', str(rounds), f'run.cpu_threads={torch.get_num_threads()}']
     # The trainer is a program of its own: tools import nothing of it.
@@ -137,10 +137,10 @@ def step_cost(*, rounds: int) -> Figure:
     if found is None:
         raise RuntimeError(f'expected the ratio of updates from train.throughput, got {done.stderr or done.stdout}')
     value, low, high = map(float, found.groups())
-    return Figure(value, (low, high))
+    return Measurement(value, (low, high))
 
 
-def roofline_share(operation: Operation, dtype: torch.dtype, device: torch.device, *, rounds: int) -> Figure:
+def roofline_share(operation: Operation, dtype: torch.dtype, device: torch.device, *, rounds: int) -> Measurement:
     """Measure the shortest time that a GPU could take for a forward over that of its kernels.
 
     That is the larger of the times for its floating-point operations, and for q, k, v and the result, each read or
@@ -155,7 +155,7 @@ def roofline_share(operation: Operation, dtype: torch.dtype, device: torch.devic
         kernels = time_kernels(prepared.forward, device, rounds)
     shortest = max(counter.get_total_flops() / flops, count / bandwidth)
     shares = [shortest / seconds for seconds in kernels]
-    return Figure(median(shares), quartiles(shares), (1e3 * shortest, 1e3 * median(kernels)))
+    return Measurement(median(shares), quartiles(shares), (1e3 * shortest, 1e3 * median(kernels)))
 
 
 def device_rates(dtype: torch.dtype, device: torch.device, rounds: int) -> tuple[float, float]:
