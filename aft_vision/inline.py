@@ -26,7 +26,7 @@ def inline(*roots: str, replace: Mapping[str, str] | None = None) -> str:
         Imports of other packages, then definitions; without the docstrings of modules.
 
     Raises:
-        ValueError: a name that is used has an import of another form, or none and no definition at the top of its
+        ValueError: a name that is used has an import of another kind, or none and no definition at the top of its
             module; or two modules define the same name.
     """
     inliner = _Inliner(roots[0].partition('.')[0], replace or {})

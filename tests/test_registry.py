@@ -47,7 +47,7 @@ PYRAMIDS = ('aft_pyramid_nano', 'aft_pyramid_tiny')
 SMALL_PYRAMID = dict(stem_dim=8, dims=(8, 16, 16, 32), depths=(1, 1, 1, 1), num_heads=(4, 8), head_hidden_size=16)
 # Of images, in pixels: every model takes 224 in tests/models.
 SIZE = 64
-# The one-hot form has no registered name.
+# The one-hot model has no registered name.
 ONEHOT = 'aft_conv_tiny onehot'
 VITS = ['aft_conv_tiny', 'aft_full_tiny', 'aft_simple_tiny', 'aft_axial_tiny', ONEHOT]
 all_models = pytest.mark.parametrize('name', list(PARAMETERS))

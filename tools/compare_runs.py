@@ -141,7 +141,7 @@ def format_bits(rows: Sequence[dict[str, Any]]) -> str:
     if len(measures) > 1:
         found = ', '.join(f'{name}: {measure}' for measure, name in measures.items())
         raise ValueError(f'expected runs whose bits were measured in the same way, got {found}')
-    cells = [[row['name'], *(format(row[key], form) for _, form, key in COLUMNS)] for row in rows]
+    cells = [[row['name'], *(format(row[key], spec) for _, spec, key in COLUMNS)] for row in rows]
     return format_table(['run', *(title for title, *_ in COLUMNS)], *cells)
 
 

@@ -1,4 +1,4 @@
-"""Turn an AFT-conv trained with gumbel=True into its one-hot form: one learned offset per head (AFT Eq. 10).
+"""Turn an AFT-conv trained with gumbel=True into a one-hot model: one learned offset per head (AFT Eq. 10).
 
 python -m tools.harden_gumbel --checkpoint FILE_OR_DIR --out DIR [--data IMAGES]
 
@@ -53,7 +53,7 @@ from tools.data import create_data_loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Export the one-hot form, and print what has changed.
+    """Export the one-hot model, and print what has changed.
 
     Returns:
         The content of harden_gumbel.json.

@@ -1,4 +1,4 @@
-"""AFT vision transformers in plain PyTorch: the evaluation form that an exported folder carries.
+"""AFT vision transformers in plain PyTorch: the evaluation network that an exported folder carries.
 
 `aft_vision.inline` copies these classes, with the operations that they need, into one file. They have the state
 dict of the timm model and compute what it computes in evaluation. Dropout, stochastic depth and Gumbel noise are left

@@ -69,7 +69,7 @@ FIXES = {
 # Filters of PIL, by the names of timm.
 RESAMPLE = {'nearest': 0, 'lanczos': 1, 'bilinear': 2, 'bicubic': 3, 'box': 4, 'hamming': 5}
 
-HEADER = '''"""{architecture}: the evaluation form of a model of aft_vision, without that package and timm.
+HEADER = '''"""{architecture}: the evaluation network of a model of aft_vision, without that package and timm.
 
 Use it through transformers' Auto classes with trust_remote_code=True, or hubconf.py.
 Both need transformers >= {transformers}.
@@ -103,7 +103,7 @@ def {name}():
 
 
 class UnsupportedError(ValueError):
-    """A model has a part without standalone form."""
+    """A model has a part without a standalone network."""
 
     def __init__(self, part: str, fix: str) -> None:
         super().__init__(f'{part} has no form without aft_vision: expected {fix}, or an export without the code')
@@ -125,8 +125,8 @@ def write_code(model: AFTVisionTransformer, folder: Path, size: tuple[int, int])
         The comparisons with the model on random images.
 
     Raises:
-        UnsupportedError: a part of the model has no standalone form; the message names the fix.
-        ValueError: the standalone form differs from the model.
+        UnsupportedError: a part of the model has no standalone network; the message names the fix.
+        ValueError: the standalone network differs from the model.
     """
     arch = describe(model)
     checks = compare(model, arch, TOLERANCE)
@@ -164,7 +164,7 @@ def describe(model: AFTVisionTransformer) -> Architecture:
     """Return the architecture of a model.
 
     Raises:
-        UnsupportedError: a part of the model has no standalone form; the message names the fix.
+        UnsupportedError: a part of the model has no standalone network; the message names the fix.
     """
     _check_parts(model)
     patch: Any = model.patch_embed
@@ -209,7 +209,7 @@ def describe(model: AFTVisionTransformer) -> Architecture:
 
 @torch.no_grad()
 def compare(model: AFTVisionTransformer, arch: Architecture, tolerance: float) -> list[Check]:
-    """Compare the standalone form with the model, at two sizes if it takes any, with and without a mask.
+    """Compare the standalone network with the model, at two sizes if it takes any, with and without a mask.
 
     Raises:
         ValueError: they differ by more than the tolerance, or have other parameters.

@@ -275,9 +275,9 @@ class FastformerAttention(nn.Module):
 
 
 def _is_long(x: Tensor) -> bool:
-    """Return True if texts (B, N, C) have at least C tokens, for which the composed form is cheaper.
+    """Return True if texts (B, N, C) have at least C tokens, for which composing is cheaper.
 
-    In `torch.export` the minimal length decides: both forms agree, and an exported program has one of them.
+    In `torch.export` the minimal length decides: both ways agree, and an exported program has one of them.
     """
     if torch.compiler.is_exporting():
         return statically_known_true(x.shape[1] >= x.shape[2])

@@ -227,7 +227,7 @@ def _allowed(tokens: int, keys: Tensor, mask: Tensor | None) -> Tensor | None:
     """Return which keys (B, h, P + N, d) each of N tokens sees, (B or 1, 1, N, P + N); None for all up to itself."""
     total = keys.shape[2]
     if mask is None and tokens in (1, total):
-        # One token sees all keys; for a whole text, attention has a causal form without a mask.
+        # One token sees all keys; for a whole text, torch has causal attention without a mask.
         return None
     causal = torch.ones(tokens, total, dtype=torch.bool, device=keys.device).tril(total - tokens)[None, None]
     return causal if mask is None else causal & mask[:, None, None]

@@ -62,12 +62,12 @@ def load_glove(
 
 
 def read_glove(path: str | Path, words: Iterable[str], dim: int) -> dict[str, np.ndarray]:
-    """Stream a GloVe text file and keep the vectors (dim,) float32 of some words and of their lower-cased forms.
+    """Stream a GloVe text file and keep the vectors (dim,) float32 of some words and of their lower-cased spellings.
 
     Raises:
         ValueError: the file is damaged, which names the line, or has another width.
     """
-    wanted = {form.encode(): form for word in words for form in (word, word.lower())}
+    wanted = {spelling.encode(): spelling for word in words for spelling in (word, word.lower())}
     vectors: dict[str, np.ndarray] = {}
     for place, token, numbers in _split_lines(Path(path), dim):
         word = wanted.get(token)

@@ -2,7 +2,7 @@
 
 Given the global vector g, each interaction is affine in the token's vector t, and so is t in the token's hidden state.
 `FastformerAttention` uses this to move the interaction from the tokens to the weights, so that only the last vector of
-a token is computed. So an interaction has three forms. B batch, h heads, d channels of a head, C hidden size.
+a token is computed. So an interaction has three methods. B batch, h heads, d channels of a head, C hidden size.
 """
 
 from abc import ABC, abstractmethod

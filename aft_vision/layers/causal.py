@@ -1,7 +1,7 @@
 """The causal mixers of the decoders and their block, for training and for decoding.
 
 Training calls `mixer(x)` on all tokens in parallel. `step` takes one token (B, C) and `prefill` several (B, n, C),
-with the state of the tokens before them. Both update the state in place and return the output of the parallel form.
+with the state of the tokens before them. Both update the state in place and return the output of the parallel mixers.
 `mix_step` is the part of `step` between the projections. `compile_decoder` compiles the steps of all blocks into one
 call.
 """

@@ -174,7 +174,7 @@ class AFTMixer(nn.Module):
 
     @torch.no_grad()
     def freeze(self, grid: tuple[int, int] | None, form: str = 'conv') -> nn.Module:
-        """Build the exportable form of the mixer for evaluation, with constant position weights.
+        """Build an exportable copy of the mixer for evaluation, with constant position weights.
 
         The mixer is copied: it does not change, and shares no parameter with the result.
 

@@ -265,7 +265,7 @@ class FactorizedBias(_PairBias):
         bias_dim: width d' of the factors.
         grid: (H, W) of the tokens after the prefix; None for a sequence.
         window: s, in tokens, to return the band of AFT Eq. 4; None returns the whole bias.
-        causal: with a window, return the band of the causal form.
+        causal: with a window, return the band of the causal mixer.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class PairwiseBias(_PairBias):
         num_tokens: T, including prefix tokens.
         grid: (H, W) of the tokens after the prefix; None for a sequence.
         window: s, in tokens, to return the band of AFT Eq. 4; None returns the whole bias.
-        causal: with a window, return the band of the causal form.
+        causal: with a window, return the band of the causal mixer.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class AFTVisionTransformer(VisionTransformer):
         pos_embed: as timm; None is 'none' with mixers of a grid, else 'learn'.
         fc_norm: as timm; None is False with mixers of a grid (the final norm comes before pooling), else timm's rule.
         query_gate: False removes W_q and the sigmoid (Table 12).
-        kernel_size: s of AFT-conv, in tokens, odd; 11 by default. The one-hot form uses it only for pictures.
+        kernel_size: s of AFT-conv, in tokens, odd; 11 by default. A one-hot model uses it only for pictures.
         standardize_kernel: False trains AFT-conv's raw kernel (Table 10), or AFT-axial's raw biases.
         global_context: False removes AFT-conv's context outside the window (Sec. 5.3).
         gumbel: True keeps one offset per head of AFT-conv (AFT Eq. 10).

@@ -1,4 +1,4 @@
-"""Conversion of a Gumbel-trained AFT-conv to its one-hot form: one learned offset per head (AFT Eq. 10)."""
+"""Conversion of a Gumbel-trained AFT-conv to a one-hot model: one learned offset per head (AFT Eq. 10)."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from aft_vision.models.aft_vit import AFTVisionTransformer
 
 @torch.no_grad()
 def harden(model: nn.Module) -> AFTVisionTransformer:
-    """Build the one-hot form of a model trained with gumbel=True (AFT Eq. 10).
+    """Build the one-hot model of one trained with gumbel=True (AFT Eq. 10).
 
     The kernel of each block, h * s * s + 2 h parameters, becomes h biases and an int64 buffer of h offsets. Everything
     else is copied. In evaluation the outputs equal those of the given model at every resolution. Save the result with
@@ -35,7 +35,7 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
         raise ValueError(f'expected {wanted}, got one without an AFT mixer: every block has softmax attention')
     for mixer in mixers:
         if mixer.name == 'onehot':
-            raise ValueError(f"expected {wanted}, got mixer='onehot', which is in the one-hot form already")
+            raise ValueError(f"expected {wanted}, got mixer='onehot', which is a one-hot model already")
         if not isinstance(mixer, AFTConv):
             raise ValueError(f'expected {wanted}, got mixer={mixer.name!r}, which has no gumbel: train an AFT-conv')
         if not mixer.gumbel:
@@ -46,16 +46,16 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
 
 
 @torch.no_grad()
-def convolution_form(model: nn.Module) -> AFTVisionTransformer:
+def to_convolution(model: nn.Module) -> AFTVisionTransformer:
     """Build an equivalent AFT-conv whose raw kernel is zero except at the offsets (AFT Eq. 6).
 
-    Use it for a runtime without gather, or to compare the speed of the two forms.
+    Use it for a runtime without gather, or to compare the speed of the two.
 
     Args:
-        model: In the one-hot form; not modified.
+        model: A one-hot model; not modified.
 
     Raises:
-        ValueError: the model is not in the one-hot form.
+        ValueError: the model is not a one-hot model.
     """
     model = unwrap_model(model)
     sizes = {mixer.kernel().shape[1] for mixer in _onehot_mixers(model)}
@@ -70,7 +70,7 @@ def convolution_form(model: nn.Module) -> AFTVisionTransformer:
 
 
 def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
-    """Summarise the offsets of a model in the one-hot form by layer.
+    """Summarise the offsets of a one-hot model by layer.
 
     Returns:
         For each AFT block its number `layer` among them from 1, `heads`, heads `at_centre` (the token itself),
@@ -78,7 +78,7 @@ def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
         `mean_bias`, w.
 
     Raises:
-        ValueError: the model is not in the one-hot form.
+        ValueError: the model is not a one-hot model.
     """
     rows = []
     for layer, mixer in enumerate(_onehot_mixers(unwrap_model(model)), start=1):
@@ -104,7 +104,7 @@ def _mixers(model: nn.Module, wanted: str) -> list[AFTMixer]:
 
 
 def _onehot_mixers(model: nn.Module) -> list[AFTOnehot]:
-    wanted = 'a model in the one-hot form, as `harden` makes it'
+    wanted = 'a one-hot model, as `harden` makes it'
     found = []
     for mixer in _mixers(model, wanted):
         if not isinstance(mixer, AFTOnehot):

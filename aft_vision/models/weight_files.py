@@ -64,7 +64,7 @@ def load_torch_file(path: str | Path) -> Any:
 def _other_contents(path: str | Path) -> list[str]:
     try:
         return list(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    # It reads only zip files, the form of every torch since 1.6.
+    # It reads only zip files, the format of every torch since 1.6.
     except (RuntimeError, ValueError, pickle.UnpicklingError):
         return []
 

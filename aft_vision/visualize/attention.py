@@ -150,7 +150,7 @@ def _attention(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int, heads:
     if not isinstance(mixer, Attention):
         inputs = mixer_inputs(mixer, x, grid, prefix)
         return implicit_attention(inputs, torch.arange(prefix, x.shape[1]), heads)[0, :, :, prefix:]
-    # timm's attention; its fused form returns no weights.
+    # timm's attention; fused, it returns no weights.
     q, k, _ = mixer.qkv(x[0]).unflatten(1, (3, mixer.num_heads, mixer.head_dim)).permute(1, 2, 0, 3)  # (h, T, D / h)
     q, k = mixer.q_norm(q)[list(heads)], mixer.k_norm(k)[list(heads)]
     logits = (q * mixer.scale) @ k.transpose(1, 2)

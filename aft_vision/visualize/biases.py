@@ -27,7 +27,7 @@ def mixer_bias(mixer: AFTMixer) -> Tensor | None:
     """Return the position bias w of a mixer in evaluation, at its own grid.
 
     Returns:
-        AFT-conv and its one-hot form: (h, s, s), after AFT Eq. 8, and with one offset per head after AFT Eq. 10.
+        AFT-conv and one-hot models: (h, s, s), after AFT Eq. 8, and with one offset per head after AFT Eq. 10.
         AFT-axial: (h, 2a - 1, 2b - 1), the sums of its biases. AFT-full: (1, T, T), AFT Eq. 7. AFT-local:
         (1, T, 2s - 1), or (1, T, s) if causal, AFT Eq. 4. AFT-simple: None.
     """
@@ -84,7 +84,7 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
         Per layer with biases its number `layer` from 1, those with softmax attention counted. `entropy`, the mean over
         heads of the entropy of softmax(w) in nats, AFT Eq. 9: for AFT-conv and AFT-axial over all entries of a head,
         before the choice of AFT Eq. 10; for AFT-full and AFT-local over the sources of a target, of a causal one up to
-        it, and averaged over targets; NaN for the one-hot form, whose other entries are gone.
+        it, and averaged over targets; NaN for a one-hot model, whose other entries are gone.
         `uniform`, the entropy of equal biases; of the biases that evaluation uses, `unbiased`, the fraction below the
         threshold, and `largest`, the largest |exp(w) - 1|.
 

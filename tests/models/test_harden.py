@@ -1,4 +1,4 @@
-"""The one-hot form of a Gumbel-trained model: equal outputs, fewer parameters, and what cannot be hardened."""
+"""The one-hot model of a Gumbel-trained model: equal outputs, fewer parameters, and what cannot be hardened."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aft_vision import ops
 from aft_vision.layers import AFTOnehot
 from aft_vision.models import AFTVisionTransformer
-from aft_vision.models.harden import convolution_form, describe_offsets, harden
+from aft_vision.models.harden import describe_offsets, harden, to_convolution
 
 SMALL: dict[str, Any] = dict(embed_dim=24, depth=2, num_heads=6, kernel_size=7, num_classes=5)
 # In pixels, of 16 x 16 patches: a single patch, grids smaller and larger than the kernel, most of them not square.
@@ -79,7 +79,7 @@ def test_attention_blocks_and_local_convolutions_stay_as_they_are():
     for size in SIZES[1:4]:
         x = images(*size)
         assert_close(hard(x), model(x), 1e-6)
-        assert_close(convolution_form(hard)(x), model(x), 1e-5)
+        assert_close(to_convolution(hard)(x), model(x), 1e-5)
 
 
 @pytest.mark.parametrize(('dtype', 'bound'), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)], ids=str)
@@ -218,10 +218,10 @@ def test_no_kernel_is_formed_in_the_one_hot_form():
 
 
 @torch.no_grad()
-def test_the_convolution_form_is_the_same_function():
+def test_the_convolution_is_the_same_function():
     model = make()
     onehot = harden(model)
-    conv = convolution_form(onehot)
+    conv = to_convolution(onehot)
     assert conv.blocks[0].attn.kernel.weight.shape == (6, 7, 7)
     assert_close(conv(images(48, 80)), onehot(images(48, 80)), 1e-5)
     built = timm.create_model('aft_conv_tiny', **conv._model_args)
@@ -229,18 +229,18 @@ def test_the_convolution_form_is_the_same_function():
 
 
 @torch.no_grad()
-def test_the_convolution_form_holds_offsets_of_any_length():
+def test_the_convolution_holds_offsets_of_any_length():
     onehot = timm.create_model('aft_conv_tiny', **{**SMALL, 'kernel_size': 3}, mixer='onehot').eval()
     onehot.blocks[0].attn.weight.fill_(2.0)
     onehot.blocks[0].attn.offset[:, 0] = torch.tensor([0, 1, -3, 2, 0, 1])
-    conv = convolution_form(onehot)
+    conv = to_convolution(onehot)
     assert [block.attn.kernel.weight.shape[1] for block in conv.blocks] == [7, 7]
     assert_close(conv(images(48, 80)), onehot(images(48, 80)), 1e-5)
 
 
 def test_a_hardened_model_trains_on():
     hard = harden(make()).double().train()
-    oracle = convolution_form(hard).train()
+    oracle = to_convolution(hard).train()
     x, y = images(112, 112).double(), torch.tensor([1, 3])
     for network in (hard, oracle):
         nn.functional.cross_entropy(network(x), y).backward()
@@ -277,10 +277,10 @@ REJECTED: list[tuple[Callable[[], object], str]] = [
         lambda: harden(timm.create_model('deit_tiny_patch16_224', depth=1)),
         f'{TRAINED}.* got VisionTransformer, which is no AFT model',
     ),
-    (lambda: harden(harden(make())), f"{TRAINED}.* got mixer='onehot', which is in the one-hot form already"),
-    (lambda: describe_offsets(make()), "expected a model in the one-hot form.* got mixer='conv'"),
-    (lambda: convolution_form(make()), "expected a model in the one-hot form.* got mixer='conv'"),
-    (lambda: describe_offsets(nn.Linear(1, 1)), 'expected a model in the one-hot form.* got Linear'),
+    (lambda: harden(harden(make())), f"{TRAINED}.* got mixer='onehot', which is a one-hot model already"),
+    (lambda: describe_offsets(make()), "expected a one-hot model.* got mixer='conv'"),
+    (lambda: to_convolution(make()), "expected a one-hot model.* got mixer='conv'"),
+    (lambda: describe_offsets(nn.Linear(1, 1)), 'expected a one-hot model.* got Linear'),
 ]
 
 

@@ -72,7 +72,7 @@ class Candidate(NamedTuple):
 
     Args:
         prepare: Makes its forward pass, for training or not.
-        compiles: Whether a compiled form makes sense; the compiler would make fused attention of a materialised one.
+        compiles: Whether it makes sense to compile it; the compiler would make fused attention of a materialised one.
         baseline: The name that it is compared with; None is the first candidate.
     """
 
@@ -83,11 +83,11 @@ class Candidate(NamedTuple):
 
 
 class _Run:
-    """A candidate in one of its forms; after its first error nothing of it is called."""
+    """A candidate, eager, compiled or as a graph; after its first error nothing of it is called."""
 
-    def __init__(self, candidate: Candidate, direction: str, form: str, first: str) -> None:
-        self.row: dict[str, Any] = {'direction': direction, 'name': candidate.name, 'form': form}
-        self.baseline = (candidate.baseline or first, form)
+    def __init__(self, candidate: Candidate, direction: str, mode: str, first: str) -> None:
+        self.row: dict[str, Any] = {'direction': direction, 'name': candidate.name, 'form': mode}
+        self.baseline = (candidate.baseline or first, mode)
         self.learns = direction == 'training'
         self.call: Callable[[], object] = lambda: None
         self.seconds: Sequence[float] = ()
@@ -164,20 +164,20 @@ def compare(
         single: Never repeat a call within a round, and give the slowest of a hundred too.
 
     Returns:
-        A row for each direction, candidate and form. `ratio` is the median of the time of its baseline of the same form
-        over its own in the same round, `peak_bytes` are beyond what there was before, `saved_bytes` what autograd keeps
+        A row for each direction, candidate and `form`. `ratio` is the median time of its baseline of the same form over
+        its own in the same round, `peak_bytes` are beyond what there was before, `saved_bytes` what autograd keeps
         besides leaves and inputs. Ratios are None without a baseline. One that failed has only `error`.
     """
     rows = []
     for direction in directions:
-        mode = contextlib.nullcontext() if direction == 'training' else torch.inference_mode()
+        context = contextlib.nullcontext() if direction == 'training' else torch.inference_mode()
         torch.compiler.reset()
-        with mode, torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
+        with context, torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS):
             runs: dict[tuple[str, str], _Run] = {}
             for each in candidates:
                 make = cache(each.prepare)
-                for form in [EAGER] + [COMPILED] * (compiled and each.compiles) + [GRAPH] * graph:
-                    run = runs[each.name, form] = _Run(each, direction, form, candidates[0].name)
+                for mode in [EAGER] + [COMPILED] * (compiled and each.compiles) + [GRAPH] * graph:
+                    run = runs[each.name, mode] = _Run(each, direction, mode, candidates[0].name)
                     run.attempt(run.prepare, make, partial(autocast, device, dtype))
             if rounds:
                 calls = [partial(run.attempt, run.call) for run in runs.values()]

@@ -76,10 +76,10 @@ def share_positions(state: DecoderState) -> tuple[DecoderState, Tensor]:
 
     Some states count in every layer. One tensor is reset in one call, so that every model pays for as many.
     """
-    leaves, form = tree_flatten(state)
+    leaves, spec = tree_flatten(state)
     counts = state.position.repeat(sum(x.dtype == torch.int64 for x in leaves))
     places = iter(counts)
-    return tree_unflatten([next(places) if x.dtype == torch.int64 else x for x in leaves], form), counts
+    return tree_unflatten([next(places) if x.dtype == torch.int64 else x for x in leaves], spec), counts
 
 
 def fill_state(state: DecoderState) -> None:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
                 options = dict(directions=['forward'], count=args.batch_size, memory=False)
                 found = [{**row, 'form': runtime} for row in compare(candidates, device, args.rounds, **options)]
             rows += [{'size': size, **row} for row in found]
-    return Report(rows, f'classifiers, batch of {args.batch_size}; ratios to {args.baseline} of that size and form')
+    return Report(rows, f'classifiers, batch of {args.batch_size}; ratios to {args.baseline} of that size and runtime')
 
 
 def model_names(*names: str) -> list[str]:

@@ -211,16 +211,16 @@ def onehot_candidates(
 ) -> list[Candidate]:
     """Return AFT-conv with one entry a head in its kernel, `aft_onehot` (AFT Eq. 10) with the same, and AFT-simple."""
 
-    def prepare(form: str, training: bool) -> Prepared:
+    def prepare(name: str, training: bool) -> Prepared:
         q, k, v = draw_qkv(shape, dtype, device, training, heads)
         raw, grid = draw(heads, KERNEL_SIZE, KERNEL_SIZE, seed=3).to(device), grid_of(shape[1])
-        if form.startswith('convolution'):
+        if name.startswith('convolution'):
             kernel = ops.hard_kernel(raw).requires_grad_(training)
             return Prepared(lambda: ops.aft_conv(q, k, v, kernel, grid), [q, k, v, kernel])
         offset, weight = ops.onehot_kernel(raw)
         weight.requires_grad_(training)
         return Prepared(lambda: ops.aft_onehot(q, k, v, offset, weight, grid), [q, k, v, weight])
 
-    calls = {form: partial(prepare, form) for form in (f'convolution, h={heads}', f'one-hot, h={heads}')}
+    calls = {name: partial(prepare, name) for name in (f'convolution, h={heads}', f'one-hot, h={heads}')}
     calls['AFT-simple'] = partial(Operation('aft_simple', shape, 1).own, dtype, device)
     return [Candidate(name, call) for name, call in calls.items()]

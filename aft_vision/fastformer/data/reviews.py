@@ -106,7 +106,7 @@ def _list_reviews(folder: Path, split: str, sentiment: str) -> list[Path]:
         raise ValueError(f'expected reviews in {folder / split / sentiment}, such as 0_3.txt, got none')
     astray = [path for path in paths if ACL_NAME.fullmatch(path.name) is None]
     if astray:
-        raise ValueError(f'expected names of the form NUMBER_RATING.txt, got {min(astray)}')
+        raise ValueError(f'expected names like NUMBER_RATING.txt, got {min(astray)}')
     return sorted(paths, key=lambda path: int(path.stem.partition('_')[0]))
 
 
