@@ -104,7 +104,7 @@ def test_a_test_file_of_one_label_is_an_error(tmp_path, requests):
     path = tmp_path / 'test.jsonl'
     path.write_text('{"label": 0, "ad": "x", "behaviors": []}\n')
     config = load_text_config(SMOKE, [f'data.path={requests}', f'data.test_path={path}'])
-    with pytest.raises(ValueError, match="both labels in the part 'test', got 0 of 1"):
+    with pytest.raises(ValueError, match="both labels in the split 'test', got 0 of 1"):
         read_splits(config.data, BehaviorTable())
 
 

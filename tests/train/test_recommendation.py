@@ -174,7 +174,7 @@ def test_a_part_that_cannot_be_measured_is_an_error_before_the_run_begins(mind, 
     rows.write_text(re.sub(r'(N\d+)-[01]', rf'\1-{labels}', rows.read_text()))
     more = [f'data.{"path" if part == "train" else part + "_path"}={other}']
     name = {'valid': 'validation'}.get(part, part)
-    with pytest.raises(ValueError, match=f"the part '{name}': expected (impressions with labels|an impression with)"):
+    with pytest.raises(ValueError, match=f"the split '{name}': expected (impressions with labels|an impression with)"):
         fastformer.main(arguments(mind, tmp_path / 'run', *more))
     assert not (tmp_path / 'run').exists()
 

@@ -58,7 +58,7 @@ class ClassificationData(TextData):
         drop_incomplete: Leave out rows whose label, or text of all columns, is missing, null, NaN or blank; otherwise
             they are errors, except a blank text.
         max_texts: Number of texts of `path` to draw by `split_seed`; None for all.
-        test_share, valid_share: Shares of the texts, stratified by class, if the data set has no such part. A data set
+        test_share, valid_share: Shares of the texts, stratified by class, if the data set has no such split. A data set
             of the hub may have both.
         bucket: Batch texts of similar length, which need less padding.
     """
@@ -141,7 +141,7 @@ class ClassificationRun(TextRun):
 def classification_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Compute accuracy and macro-F, the mean F score of the classes, in [0, 1].
 
-    The mean is over the classes that the texts have, whatever is predicted: a class that none has, as a part may lack
+    The mean is over the classes that the texts have, whatever is predicted: a class that none has, as a split may lack
     a rare one, counts where it is wrongly predicted, by the recall of others, and not as another score of 0.
     """
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
@@ -153,39 +153,39 @@ def classification_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def read_splits(data: ClassificationData) -> DatasetDict:
-    """Read the parts `train`, `validation` and `test`, with columns `text` and `label`.
+    """Read the splits `train`, `validation` and `test`, with columns `text` and `label`.
 
-    A part that comes with the data set, or has a file of its own, stays whole: its texts that are also in training are
+    A split that comes with the data set, or has a file of its own, stays whole: its texts that are also in training are
     counted and logged.
 
     Raises:
         ValueError: a file is missing, damaged or of another layout, or has too few texts to divide; a
-            validation or test part that comes with the data set, or has a file of its own, has a class that the
+            validation or test split that comes with the data set, or has a file of its own, has a class that the
             training texts lack.
     """
     train = read_texts(data, data.path, sample=data.max_texts, seed=data.split_seed)
-    own = own_parts(data)
-    shares, parts = data.drawn_shares(own), DatasetDict({'train': train})
+    own = own_splits(data)
+    shares, splits = data.drawn_shares(own), DatasetDict({'train': train})
     if len(shares) > 1:
         try:
-            parts = split_dataset(train, data.split_seed, shares, rare_to_first=True)
+            splits = split_dataset(train, data.split_seed, shares, rare_to_first=True)
         except ValueError as error:
             raise ValueError(f'{data.path}: {error}; see {_name_division(data, shares)}') from error
-    for part, (path, options) in own.items():
-        parts[part] = _with_classes(read_texts(data, path, **options), train, part)
-        report_shared(parts, part)
-    return parts
+    for split, (path, options) in own.items():
+        splits[split] = _with_classes(read_texts(data, path, **options), train, split)
+        report_shared(splits, split)
+    return splits
 
 
-def _with_classes(dataset: Dataset, train: Dataset, part: str) -> Dataset:
-    """Number the classes of a part, which may lack some, as the training texts do."""
+def _with_classes(dataset: Dataset, train: Dataset, split: str) -> Dataset:
+    """Number the classes of a split, which may lack some, as the training texts do."""
     own, numbers = dataset.features['label'].names, label_maps(train)['label2id']
     if own == list(numbers):
         return dataset
     others = [own[label] for label in sorted(dataset.unique('label')) if own[label] not in numbers]
     if others:
         raise ValueError(
-            f'expected {part} texts of the {len(numbers)} classes of training ({_some(list(numbers))}), got also '
+            f'expected {split} texts of the {len(numbers)} classes of training ({_some(list(numbers))}), got also '
             f'{_some(others)}'
         )
     columns = {'text': dataset['text'][:], 'label': [numbers[own[label]] for label in dataset['label'][:]]}
@@ -197,21 +197,21 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _name_division(data: ClassificationData, drawn: Collection[str]) -> str:
-    """Return the keys that decide which texts the drawn parts get, with their values."""
+    """Return the keys that decide which texts the drawn splits get, with their values."""
     shares = {'test': 'test_share', 'validation': 'valid_share'}
     keys = ['label_column'] if data.kind in KINDS_OF_KEY['label_column'] else []
-    keys += [key for part, key in shares.items() if part in drawn]
+    keys += [key for split, key in shares.items() if split in drawn]
     return ', '.join(f'data.{key}={"null" if (value := getattr(data, key)) is None else value}' for key in keys)
 
 
-def own_parts(data: ClassificationData) -> dict[str, tuple[str, dict[str, str]]]:
-    """Return the parts with their own data: their path, and the options of their reader."""
+def own_splits(data: ClassificationData) -> dict[str, tuple[str, dict[str, str]]]:
+    """Return the splits with their own data: their path, and the options of their reader."""
     if data.kind == 'acl_imdb':
         return {'test': (data.test_path or data.path, {'split': 'test'})}
     if data.kind != 'hub':
         return {} if data.test_path is None else {'test': (data.test_path, {})}
     splits = get_dataset_split_names(data.path, data.hub_config, revision=data.revision)
-    return {part: (data.path, {'split': part}) for part in ('validation', 'test') if part in splits}
+    return {split: (data.path, {'split': split}) for split in ('validation', 'test') if split in splits}
 
 
 def read_texts(data: ClassificationData, path: str, **options: Any) -> Dataset:

@@ -51,9 +51,9 @@ class ConversionData(TextData):
             CSV of 267 columns).
         drop_missing: For `mind`: leave out news without a text, as in an excerpt.
         valid_path, test_path: Separate files of validation and test requests.
-        division: Split of the parts without a path: `random` requests, the `last` of the file, or random users, with
-            all requests of a `user` in one part. None means random for `json`, last for `mind` and `movielens`, which
-            are in the order of time, and user for `alimama`.
+        division: How to draw the splits without a path: `random` requests, the `last` of the file, or random users,
+            with all requests of a `user` in one split. None means random for `json`, last for `mind` and `movielens`,
+            which are in the order of time, and user for `alimama`.
         test_share, valid_share: Shares of the requests, or of the users.
         max_behaviors: Number of last behaviours of a user to keep.
         min_frequency: Minimal number of distinct training texts with a word.
@@ -154,10 +154,10 @@ def conversion_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def read_splits(data: ConversionData, table: BehaviorTable) -> DatasetDict:
-    """Read the parts `train`, `validation` and `test`.
+    """Read the splits `train`, `validation` and `test`.
 
     Raises:
-        ValueError: a file is missing, damaged or of another layout, or a part has requests of only one label.
+        ValueError: a file is missing, damaged or of another layout, or a split has requests of only one label.
     """
 
     def read(path: str) -> Dataset:
@@ -167,10 +167,10 @@ def read_splits(data: ConversionData, table: BehaviorTable) -> DatasetDict:
     paths = {'validation': data.valid_path, 'test': data.test_path}
     own = {name: path for name, path in paths.items() if path is not None}
     shares, whole = data.drawn_shares(own), read(data.path)
-    parts = DatasetDict({'train': whole})
+    splits = DatasetDict({'train': whole})
     if len(shares) > 1:
-        parts = split_behaviors(whole, data.division or DEFAULT_DIVISION[data.kind], data.split_seed, shares)
+        splits = split_behaviors(whole, data.division or DEFAULT_DIVISION[data.kind], data.split_seed, shares)
     for name, path in own.items():
-        parts[name] = read(path)
-        check_labels(name, parts[name])
-    return parts
+        splits[name] = read(path)
+        check_labels(name, splits[name])
+    return splits

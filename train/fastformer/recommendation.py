@@ -25,7 +25,7 @@ from aft_vision.fastformer.data.mind import News
 from aft_vision.fastformer.metrics import RANKING_METRICS, click_loss, ranking_metrics
 from aft_vision.fastformer.predictions import write_predictions
 from aft_vision.fastformer.ranking import score_behaviors
-from train.fastformer.recommendation_data import RecommendationData, read_parts
+from train.fastformer.recommendation_data import RecommendationData, read_splits
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig, check_text_model, text_model_schema
 from train.fastformer.trainer import with_epochs
@@ -120,7 +120,7 @@ class RecommendationRun(TextRun):
 
     Attributes:
         splits: Impressions.
-        news: All of them, of every part.
+        news: All of them, of every split.
     """
 
     config: RecommendationConfig
@@ -133,18 +133,18 @@ class RecommendationRun(TextRun):
 
     @classmethod
     def read(cls, config: RecommendationConfig, folder: Path, quiet: bool = True) -> Self:
-        news, splits = read_parts(config.data)
+        news, splits = read_splits(config.data)
         return cls(config, folder, quiet, splits, news)
 
     def check_splits(self) -> None:
-        for name, part in self.splits.items():
+        for name, split in self.splits.items():
             # Test impressions without labels are ranked only.
-            if name == 'test' and part.labels is None:
+            if name == 'test' and split.labels is None:
                 continue
             try:
-                ClickSamples(part)
+                ClickSamples(split)
             except ValueError as error:
-                raise ValueError(f'the part {name!r}: {error}') from error
+                raise ValueError(f'the split {name!r}: {error}') from error
 
     def texts(self) -> Sequence[str]:
         train = self.splits['train']

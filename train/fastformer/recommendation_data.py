@@ -24,14 +24,14 @@ class RecommendationData(TextData):
     Attributes:
         kind: `mind` (news.tsv and behaviors.tsv), or `movielens` (MovieLens-100k: the next film of a user).
         path: The folder of the training impressions, or of MovieLens.
-        valid_path, test_path: For `mind`: folders of these parts; None splits them off. The test part may have no
-            labels, as in MIND: it is then ranked without metrics.
+        valid_path, test_path: For `mind`: folders of these splits; None draws them from training. The test split
+            may have no labels, as in MIND: it is then ranked without metrics.
         drop_missing: For `mind`: leave out clicks and candidates that are not in the news, as in an excerpt.
         text_columns: For `mind`: columns of the news to read: `title`, `abstract`, `category`, `subcategory`.
         negatives: K, unclicked candidates per click in a training sample.
         shown: For `movielens`: candidates of an impression besides the watched film.
         max_impressions: Number of training impressions to draw by `split_seed`; None for all.
-        test_share, valid_share: Shares of the impressions of `mind`, for parts that are split off.
+        test_share, valid_share: Shares of the impressions of `mind`, for splits that have no folder.
         tokenizer: Ignored with `model.text_model`, which has its own.
         max_behaviors: Number of last clicks of a user to use.
         eval_batch_size: News, or users, per batch of the evaluation; None means as many as clicks in training.
@@ -64,47 +64,47 @@ class RecommendationData(TextData):
             require(f'data.{name}', share, mind or share == 0.1, '0.1 except for mind')
 
 
-def read_parts(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
+def read_splits(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
     """Read all news, and the impressions for `train`, `validation` and `test`.
 
     Raises:
         ValueError: a file is missing, damaged or of another layout.
     """
     if data.kind == 'movielens':
-        news, parts = read_movielens(data.path, data.max_behaviors, data.shown, data.split_seed)
+        news, splits = read_movielens(data.path, data.max_behaviors, data.shown, data.split_seed)
     else:
-        news, parts = _read_mind(data)
-    train = parts['train']
+        news, splits = _read_mind(data)
+    train = splits['train']
     if data.max_impressions is not None and data.max_impressions < len(train):
         chosen = np.random.default_rng(data.split_seed).choice(len(train), data.max_impressions, replace=False)
-        parts['train'] = train.select(np.sort(chosen))
-    return news, parts
+        splits['train'] = train.select(np.sort(chosen))
+    return news, splits
 
 
 def _read_mind(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
     folders = {'train': data.path, 'validation': data.valid_path, 'test': data.test_path}
-    given = {part: folder for part, folder in folders.items() if folder is not None}
+    given = {split: folder for split, folder in folders.items() if folder is not None}
     news = read_mind_news(list(given.values()), data.text_columns)
-    parts = {
-        part: read_mind_behaviors(folder, news.rows, data.max_behaviors, data.drop_missing)
-        for part, folder in given.items()
+    splits = {
+        split: read_mind_behaviors(folder, news.rows, data.max_behaviors, data.drop_missing)
+        for split, folder in given.items()
     }
-    for part in given.keys() - {'train'}:
-        _report_shared(parts, part)
+    for split in given.keys() - {'train'}:
+        _report_shared(splits, split)
     shares = data.drawn_shares(given)
     if len(shares) > 1:
-        drawn = split_impressions(parts['train'], [*shares.values()], data.split_seed)
-        parts |= zip(shares, drawn, strict=True)
-    return news, {part: parts[part] for part in folders}
+        drawn = split_impressions(splits['train'], [*shares.values()], data.split_seed)
+        splits |= zip(shares, drawn, strict=True)
+    return news, {split: splits[split] for split in folders}
 
 
-def _report_shared(parts: Mapping[str, Behaviors], part: str) -> None:
-    """Log how many impressions of a part have the user and the time of one of training."""
+def _report_shared(splits: Mapping[str, Behaviors], split: str) -> None:
+    """Log how many impressions of a split have the user and the time of one of training."""
 
     def moments(behaviors: Behaviors) -> list[tuple[str, int]]:
         return [*zip(behaviors.users or [], [] if behaviors.seconds is None else behaviors.seconds, strict=True)]
 
-    train = set(moments(parts['train']))
-    shared = sum(moment in train for moment in moments(parts[part]))
+    train = set(moments(splits['train']))
+    shared = sum(moment in train for moment in moments(splits[split]))
     if shared:
-        _logger.warning('%d of the %d %s impressions are training impressions too', shared, len(parts[part]), part)
+        _logger.warning('%d of the %d %s impressions are training impressions too', shared, len(splits[split]), split)

@@ -30,8 +30,8 @@ class TextData:
     Attributes:
         kind: Kind of the data at `path`; each task supports some kinds.
         path: A file or folder, or the name of a data set on the hub.
-        test_share, valid_share: Shares of the examples, if the data have no such part.
-        split_seed: Seed of the random parts and of other draws from the data; the same for all `run.seeds`.
+        test_share, valid_share: Shares of the examples, if the data have no such split.
+        split_seed: Seed of the random splits and of other draws from the data; the same for all `run.seeds`.
         tokenizer: `nltk` or `wordpunct` words, or byte pairs.
         vocab_size: Maximal size of the vocabulary, including special tokens.
         min_frequency: Minimal count of a word in the training texts.
@@ -69,9 +69,9 @@ class TextData:
         require('data.test_share + data.valid_share', both, both < 1, 'below 1')
 
     def drawn_shares(self, own: Collection[str]) -> dict[str, float]:
-        """Return the shares of `train` and of the parts to split off from it: those without data of their own."""
+        """Return the shares of `train` and of the splits to draw from it: those without data of their own."""
         shares = {'validation': self.valid_share, 'test': self.test_share}
-        drawn = {part: share for part, share in shares.items() if part not in own}
+        drawn = {split: share for split, share in shares.items() if split not in own}
         return {'train': 1 - sum(drawn.values()), **drawn}
 
 

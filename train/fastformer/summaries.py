@@ -25,15 +25,15 @@ class SummarizationData(TextData):
         path: The file, or the name of a data set on the hub.
         valid_path, test_path: Separate files of the validation and test texts.
         split_column: For a file: the column with `train`, `validation` or `test`. Without it and without separate
-            files, the parts are drawn from `path`, with equal texts or summaries in the same part. This also applies to
-            parts that a data set of the hub lacks.
+            files, the splits are drawn from `path`, with equal texts or summaries in the same split. This also applies
+            to splits that a data set of the hub lacks.
         text_columns: Columns of `table` and `hub`; several are joined.
         summary_column: Column of `table` and `hub`.
         hub_config: For `hub`: the configuration, if there are several.
         revision: For the hub: such as `refs/convert/parquet`.
         drop_incomplete: Leave out rows with a blank text or summary, which are errors otherwise.
         skip_lines: Leading lines to remove from each text, such as a headline; blank lines do not count.
-        max_texts: Number of training texts to draw by `split_seed`, before parts are drawn; None for all.
+        max_texts: Number of training texts to draw by `split_seed`, before splits are drawn; None for all.
         tokenizer: `nltk` or `wordpunct` words, or byte pairs; only byte pairs keep spaces and line ends.
         vocab_size: Maximal size of the vocabulary, including special tokens, for texts and summaries.
         max_summary_length: Tokens of a summary, including the end token.
@@ -72,7 +72,7 @@ class SummarizationData(TextData):
             value = getattr(self, name)
             require(f'data.{name}', value, value is None or not self.is_remote, 'null for a data set of the hub')
         files = self.split_column is None or (self.valid_path is None and self.test_path is None)
-        require('data.split_column', self.split_column, files, 'null where other parts have files of their own')
+        require('data.split_column', self.split_column, files, 'null where other splits have files of their own')
 
     @property
     def is_remote(self) -> bool:
@@ -81,7 +81,7 @@ class SummarizationData(TextData):
 
     @property
     def has_splits(self) -> bool:
-        """Return True if `path` holds more than texts of training, each row in a named part."""
+        """Return True if `path` holds more than texts of training, each row in a named split."""
         return self.is_remote or self.split_column is not None
 
 
@@ -111,9 +111,9 @@ class Generation:
 
 
 def read_splits(data: SummarizationData) -> DatasetDict:
-    """Read the parts `train`, `validation` and `test`, with columns `text` and `summary`.
+    """Read the splits `train`, `validation` and `test`, with columns `text` and `summary`.
 
-    Texts of a part with its own data that are also in training are counted and logged.
+    Texts of a split with its own data that are also in training are counted and logged.
 
     Raises:
         ValueError: a file is not named, missing, damaged or of another layout.
@@ -121,19 +121,19 @@ def read_splits(data: SummarizationData) -> DatasetDict:
     source = {'table': 'a file', 'hub': 'the name of a data set'}.get(data.kind)
     require('data.path', data.path, source is None or bool(data.path), f'{source} where data.kind is {data.kind}')
     sample = dict(sample=data.max_texts, seed=data.split_seed)
-    own = own_parts(data)
+    own = own_splits(data)
     train = read_texts(data, data.path, **({'split': 'train'} if data.has_splits else {}), **sample)
-    shares, parts = data.drawn_shares(own), DatasetDict({'train': train})
+    shares, splits = data.drawn_shares(own), DatasetDict({'train': train})
     if len(shares) > 1:
-        parts = split_summaries(train, data.split_seed, shares)
-    for part, (path, options) in own.items():
-        parts[part] = read_texts(data, path, **options)
-        report_shared(parts, part)
-    return parts
+        splits = split_summaries(train, data.split_seed, shares)
+    for split, (path, options) in own.items():
+        splits[split] = read_texts(data, path, **options)
+        report_shared(splits, split)
+    return splits
 
 
-def own_parts(data: SummarizationData) -> dict[str, tuple[str, dict[str, str]]]:
-    """Return the parts with their own data: their path, and the options of their reader."""
+def own_splits(data: SummarizationData) -> dict[str, tuple[str, dict[str, str]]]:
+    """Return the splits with their own data: their path, and the options of their reader."""
     if not data.has_splits:
         paths = {'validation': data.valid_path, 'test': data.test_path}
         return {split: (path, {}) for split, path in paths.items() if path is not None}
@@ -145,7 +145,7 @@ def own_parts(data: SummarizationData) -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def read_texts(data: SummarizationData, path: str, **options: Any) -> Dataset:
-    """Read one file or part of a data set with the options of `data`."""
+    """Read one file or split of a data set with the options of `data`."""
     options |= {'drop_incomplete': data.drop_incomplete, 'skip_lines': data.skip_lines}
     if data.kind in ('table', 'hub'):
         options |= {'text': list(data.text_columns), 'summary': data.summary_column}

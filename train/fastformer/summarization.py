@@ -139,8 +139,8 @@ class SummarizationRun(TextRun):
     def lead_3(self, split: str) -> dict[str, float]:
         """Compute ROUGE of the first three sentences of each text."""
         if split not in self._leads:
-            part = self.splits[split]
-            self._leads[split] = rouge([lead(text) for text in part['text']], list(part['summary']))
+            rows = self.splits[split]
+            self._leads[split] = rouge([lead(text) for text in rows['text']], list(rows['summary']))
         return self._leads[split]
 
     def summarize_data(self) -> dict[str, Any]:

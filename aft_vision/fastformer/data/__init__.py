@@ -1,4 +1,4 @@
-"""Texts with labels, summaries or impressions: readers of the published formats and of tables, parts, tokens."""
+"""Texts with labels, summaries or impressions: readers of the published formats and of tables, splits, tokens."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Requests, each a user's earlier behaviours and the response to an ad: readers, parts, batches.
+"""Requests, each a user's earlier behaviours and the response to an ad: readers, splits, batches.
 
 A row of a data set is a request: `label` (0 or 1), `ad`, `behaviors`, `behavior_types`, `user` and `impression`. Texts
 and types are numbers of a `BehaviorTable`, because a text occurs in thousands of rows.
@@ -49,7 +49,7 @@ class Request(NamedTuple):
 
     Args:
         behaviors: Earlier behaviours of the user, the oldest first.
-        user: Name of the user, for parts without common users; '' if unknown.
+        user: Name of the user, for splits without common users; '' if unknown.
         impression: A number shared by consecutive requests whose ads were shown together; -1 for none.
     """
 
@@ -146,41 +146,41 @@ def read_behaviors(path: str | Path, table: BehaviorTable, max_behaviors: int | 
 def split_behaviors(
     dataset: Dataset, division: str = 'random', seed: int = 0, fractions: Mapping[str, float] = FRACTIONS
 ) -> DatasetDict:
-    """Divide requests into parts.
+    """Divide requests into splits.
 
     Args:
-        division: `random`: rows at random, each part with the same share of labels. `last`: the first rows are the
-            first part and the last rows the last, which leaks nothing of the future where rows are in the order of
-            time; an impression is in one part. `user`: users at random, of whom every row is in the same part.
+        division: `random`: rows at random, each split with the same share of labels. `last`: the first rows are the
+            first split and the last rows the last, which leaks nothing of the future where rows are in the order of
+            time; an impression is in one split. `user`: users at random, of whom every row is in the same split.
         seed: Seed of the random division.
-        fractions: Share of each part, of rows or of users; they add up to 1.
+        fractions: Share of each split, of rows or of users; they add up to 1.
 
     Raises:
-        ValueError: no such division, rows without a user, too few users, a part has rows of only one label, or the
+        ValueError: no such division, rows without a user, too few users, a split has rows of only one label, or the
             fractions do not add up to 1.
     """
     check_fractions(fractions)
     if division == 'random':
-        parts = split_dataset(dataset, seed, fractions)
+        splits = split_dataset(dataset, seed, fractions)
     elif division == 'last':
         ends = _ends(dataset, fractions)
         rows = map(range, [0, *ends[:-1]], ends)
-        parts = DatasetDict({name: dataset.select(part) for name, part in zip(fractions, rows, strict=True)})
+        splits = DatasetDict({name: dataset.select(split) for name, split in zip(fractions, rows, strict=True)})
     elif division == 'user':
-        parts = _split_users(dataset, seed, fractions)
+        splits = _split_users(dataset, seed, fractions)
     else:
         raise ValueError(f'expected a division of {", ".join(DIVISIONS)}, got {division!r}')
-    for name, part in parts.items():
-        check_labels(name, part)
-    return parts
+    for name, split in splits.items():
+        check_labels(name, split)
+    return splits
 
 
-def check_labels(name: str, part: Dataset) -> None:
-    """Raise a ValueError unless a part has requests of both labels, without which there is no AUC."""
-    positive = sum(part['label'])
-    if not 0 < positive < len(part):
+def check_labels(name: str, split: Dataset) -> None:
+    """Raise a ValueError unless a split has requests of both labels, without which there is no AUC."""
+    positive = sum(split['label'])
+    if not 0 < positive < len(split):
         raise ValueError(
-            f'expected requests of both labels in the part {name!r}, got {positive} of {len(part)} with the label 1'
+            f'expected requests of both labels in the split {name!r}, got {positive} of {len(split)} with the label 1'
         )
 
 
@@ -267,7 +267,7 @@ def _as_behaviors(place: str, values: Sequence[Any]) -> Iterator[Behavior]:
 
 
 def _ends(dataset: Dataset, fractions: Mapping[str, float]) -> list[int]:
-    """Return the ends of parts with these shares of the rows, at the end of an impression."""
+    """Return the ends of splits with these shares of the rows, at the end of an impression."""
     impressions = np.asarray(dataset['impression'])
     is_within = np.append((impressions[1:] == impressions[:-1]) & (impressions[1:] >= 0), False)
     ends = []
@@ -282,7 +282,7 @@ def _ends(dataset: Dataset, fractions: Mapping[str, float]) -> list[int]:
 def _split_users(dataset: Dataset, seed: int, fractions: Mapping[str, float]) -> DatasetDict:
     users = np.asarray(dataset['user'])
     if (users == '').any():
-        raise ValueError("expected a user in every row for parts that have none in common, got rows without a 'user'")
+        raise ValueError("expected a user in every row for splits that have none in common, got rows without a 'user'")
     first, *others = fractions
     rest = np.arange(len(users))
     found: dict[str, np.ndarray] = {}

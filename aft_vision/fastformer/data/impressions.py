@@ -90,17 +90,17 @@ class Behaviors:
 
 
 def split_impressions(behaviors: Behaviors, shares: Sequence[float], seed: int = 0) -> list[Behaviors]:
-    """Divide impressions at random into parts with these shares; the last part gets the rest.
+    """Divide impressions at random into splits with these shares; the last split gets the rest.
 
     Raises:
-        ValueError: a part would be empty.
+        ValueError: a split would be empty.
     """
     order = np.random.default_rng(seed).permutation(len(behaviors))
     ends = np.round(np.cumsum(shares)[:-1] * len(behaviors)).astype(np.int64)
-    parts = [np.sort(part) for part in np.split(order, ends)]
-    if min(map(len, parts)) == 0:
-        raise ValueError(f'expected impressions for parts of {list(shares)}, got {len(behaviors)}')
-    return [behaviors.select(part) for part in parts]
+    splits = [np.sort(split) for split in np.split(order, ends)]
+    if min(map(len, splits)) == 0:
+        raise ValueError(f'expected impressions for splits of {list(shares)}, got {len(behaviors)}')
+    return [behaviors.select(split) for split in splits]
 
 
 class ClickSamples(torch.utils.data.Dataset):

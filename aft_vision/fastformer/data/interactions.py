@@ -46,7 +46,7 @@ def read_ratings(folder: str | Path, table: BehaviorTable, max_behaviors: int | 
     """Read MovieLens-100k: each rating asks whether the user likes the film, given the ratings before it.
 
     Title, year and genres of a film are its text, 4 and 5 stars are the label 1, and a behaviour's type is `rated 1`
-    to `rated 5`. Rows are in the order of time, so that the last of them make a test part. Behaviours of a row are
+    to `rated 5`. Rows are in the order of time, so that the last of them make a test split. Behaviours of a row are
     the ratings of the user in earlier seconds; films rated in the same second are not behaviours of each other.
 
     Args:
@@ -69,7 +69,7 @@ def read_mind_clicks(
     """Read MIND's impressions as requests: each candidate asks whether it is clicked, given the clicks before.
 
     The texts are titles, and the behaviours are only clicks, so there is one type, `click`. Rows are in the order of
-    time, so that the last of them make a test part, and those of an impression have its number.
+    time, so that the last of them make a test split, and those of an impression have its number.
 
     Args:
         folder: With `news.tsv` and `behaviors.tsv` with labels.

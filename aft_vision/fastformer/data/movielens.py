@@ -21,8 +21,8 @@ RATING_COLUMNS = ('user_id', 'item_id', 'rating', 'timestamp')
 ITEM_COLUMNS = ('item_id', 'title', 'release_date', 'video_release_date', 'url', *GENRES)
 # Columns of RecBole's films that make their texts.
 ATOMIC_TEXTS = ('movie_title', 'release_year', 'class')
-# Parts that are read for training and for measuring.
-PARTS = ('train', 'validation', 'test')
+# Splits that are read for training and for measuring.
+SPLITS = ('train', 'validation', 'test')
 
 
 def read_movielens(
@@ -132,7 +132,7 @@ def _read_watched(records: Iterator[Record], rows: dict[str, int]) -> dict[str, 
 def _make_impressions(
     watched: dict[str, list[int]], films: int, max_behaviors: int, negatives: int, draw: np.random.Generator
 ) -> dict[str, Behaviors]:
-    parts: dict[str, list[tuple[str, Sequence[int], np.ndarray, int]]] = {part: [] for part in PARTS}
+    splits: dict[str, list[tuple[str, Sequence[int], np.ndarray, int]]] = {split: [] for split in SPLITS}
     for user, order in watched.items():
         unseen = np.ones(films, dtype=bool)
         unseen[order[:1]] = False
@@ -141,12 +141,12 @@ def _make_impressions(
             unseen[order[place]] = False
             others = np.flatnonzero(unseen)
             left = len(order) - 1 - place
-            part = PARTS[2 - left] if left < 2 else 'train'
+            split = SPLITS[2 - left] if left < 2 else 'train'
             shown = draw.choice(others, min(negatives, len(others)), replace=False)
             at = int(draw.integers(len(shown) + 1))
             candidates = np.insert(shown, at, order[place])
-            parts[part].append((f'{user}-{place}', order[max(0, place - max_behaviors) : place], candidates, at))
-    return {part: _as_impressions(rows) for part, rows in parts.items()}
+            splits[split].append((f'{user}-{place}', order[max(0, place - max_behaviors) : place], candidates, at))
+    return {split: _as_impressions(rows) for split, rows in splits.items()}
 
 
 def _as_impressions(rows: Sequence[tuple[str, Sequence[int], np.ndarray, int]]) -> Behaviors:

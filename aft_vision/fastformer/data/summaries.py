@@ -1,4 +1,4 @@
-"""Texts with their summaries: readers of CNN/DailyMail, of PubMed and of any table, parts, tokens.
+"""Texts with their summaries: readers of CNN/DailyMail, of PubMed and of any table, splits, tokens.
 
 A reader returns a `datasets.Dataset` with the columns `text` and `summary`. `transformers.DataCollatorForSeq2Seq` makes
 batches of what `tokenize_summaries` returns.
@@ -77,7 +77,7 @@ def read_hub_summaries(
     Args:
         name: Such as `abisee/cnn_dailymail`, or a folder with a copy of it.
         text, summary, options: As `read_summaries` takes them.
-        config, split: Which part of the data set.
+        config, split: Which split of the data set.
         load_options: More for `datasets.load_dataset`, such as `revision`.
 
     Raises:
@@ -149,16 +149,16 @@ def collect_summaries(
 
 
 def split_summaries(dataset: Dataset, seed: int = 0, fractions: Mapping[str, float] = FRACTIONS) -> DatasetDict:
-    """Divide a data set at random, each part in the order of the file.
+    """Divide a data set at random, each split in the order of the file.
 
-    Rows with the same text or the same summary, spaces apart, go to one part: no test text is one of training. The
-    parts are then as near to their shares as such groups of rows allow.
+    Rows with the same text or the same summary, up to spaces, go to one split: no test text is one of training. The
+    splits are then as near to their shares as such groups of rows allow.
 
     Args:
-        fractions: Share of each part; they add up to 1.
+        fractions: Share of each split; they add up to 1.
 
     Raises:
-        ValueError: a part would have no row, or the fractions are not two or more above 0 that add up to 1.
+        ValueError: a split would have no row, or the fractions are not two or more above 0 that add up to 1.
     """
     check_fractions(fractions)
     order = np.random.default_rng(seed).permutation(len(dataset))
@@ -167,13 +167,13 @@ def split_summaries(dataset: Dataset, seed: int = 0, fractions: Mapping[str, flo
     ends = np.append(0, np.bincount(group).cumsum())
     wanted = [round(share * len(dataset)) for share in np.cumsum(list(fractions.values()))[:-1]]
     bounds = [int(ends[np.abs(ends - bound).argmin()]) for bound in wanted]
-    parts = np.split(order[np.argsort(group, kind='stable')], bounds)
-    if min(map(len, parts)) < 1:
+    splits = np.split(order[np.argsort(group, kind='stable')], bounds)
+    if min(map(len, splits)) < 1:
         raise ValueError(
             f'expected rows for each of {dict(fractions)}, got {len(dataset)} in all, {len(ends) - 1} groups of '
             'equal text or summary'
         )
-    return DatasetDict({name: dataset.select(np.sort(part)) for name, part in zip(fractions, parts, strict=True)})
+    return DatasetDict({name: dataset.select(np.sort(split)) for name, split in zip(fractions, splits, strict=True)})
 
 
 def tokenize_summaries(

@@ -118,7 +118,7 @@ def read_hub(
     Args:
         name: Such as `fancyzhx/ag_news`.
         text, label, label_names, options: As `read_table` takes them; names that the data set has are kept.
-        config, split: Which part of the data set.
+        config, split: Which split of the data set.
         load_options: More for `datasets.load_dataset`, such as `revision`.
     """
     dataset = load_dataset(name, config, split=split, **(load_options or {}))

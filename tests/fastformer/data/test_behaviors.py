@@ -138,7 +138,7 @@ def test_parts_at_random_have_the_same_share_of_labels():
 
 def test_parts_that_cannot_be_measured_are_errors():
     dataset = BehaviorTable().collect(requests([0, 1] * 20 + [1] * 4))
-    with pytest.raises(ValueError, match="both labels in the part 'test', got 4 of 4 with the label 1"):
+    with pytest.raises(ValueError, match="both labels in the split 'test', got 4 of 4 with the label 1"):
         split_behaviors(dataset, 'last')
     with pytest.raises(ValueError, match="got rows without a 'user'"):
         split_behaviors(dataset, 'user')

@@ -46,7 +46,7 @@ def test_parts_divide_the_impressions_at_random():
     assert [len(part) for part in first] == [40, 5, 5]
     assert sorted(chain(*(part.impression_ids for part in first))) == sorted(whole.impression_ids)
     assert first[1].impression_ids == same[1].impression_ids != other[1].impression_ids
-    with pytest.raises(ValueError, match=r'expected impressions for parts of \[0.98, 0.01, 0.01\], got 50'):
+    with pytest.raises(ValueError, match=r'expected impressions for splits of \[0.98, 0.01, 0.01\], got 50'):
         split_impressions(whole, [0.98, 0.01, 0.01])
 
 

@@ -43,7 +43,7 @@ def test_rows_with_the_same_text_go_to_one_part(seed):
 
 def test_a_part_without_a_text_of_its_own_is_an_error():
     same = make_dataset(60, 40).remove_columns('text').add_column('text', ['a'] * 100)
-    with pytest.raises(ValueError, match=r"text of its own for the part 'validation', got only those of an earlier"):
+    with pytest.raises(ValueError, match=r"text of its own for the split 'validation', got only those of an earlier"):
         split_dataset(same)
 
 
@@ -91,8 +91,8 @@ def test_labels_that_all_occur_once_are_no_classes(rare_to_first):
 @pytest.mark.parametrize(
     ('counts', 'share', 'message'),
     [
-        ((60, 60), 0.001, r"share of the part 'test' to hold out at least one row, got 0\.001 of 120 rows$"),
-        ((3, 2), 0.1, r"share of the part 'test' to hold out at least one row, got 0\.1 of 5 rows$"),
+        ((60, 60), 0.001, r"share of the split 'test' to hold out at least one row, got 0\.001 of 120 rows$"),
+        ((3, 2), 0.1, r"share of the split 'test' to hold out at least one row, got 0\.1 of 5 rows$"),
         ((4, 4, 4), 0.1, r"'test' to hold out and to leave 3 rows or more, one for each class, got 1 and 11 of 12$"),
         # A label column of titles, of which one occurs twice.
         (
