@@ -13,6 +13,7 @@ import timm
 import torch
 
 from aft_vision.ops import operator
+from aft_vision.ops.common.choice import cpu_info, processor_name
 
 # float32, or float32 with autocast.
 PRECISIONS = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -91,6 +92,11 @@ def has_bfloat16() -> bool:
     return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & _cpu_flags())
 
 
+def has_tiles() -> bool:
+    """Return whether the processor multiplies bfloat16 in matrix tiles."""
+    return 'amx_bf16' in _cpu_flags()
+
+
 def describe_processor(device: torch.device | str = 'cpu') -> str:
     """Name the processor and the widest vector instructions that our kernels may use on it, or the accelerator."""
     place = torch.device(device)
@@ -99,7 +105,7 @@ def describe_processor(device: torch.device | str = 'cpu') -> str:
     flags = _cpu_flags()
     known = {'avx512_bf16': 'AVX-512 with bfloat16', 'avx512f': 'AVX-512', 'avx2': 'AVX2', 'asimd': 'NEON'}
     vectors = next((words for flag, words in known.items() if flag in flags), 'no vector instructions known')
-    return f'{_processor()}, {vectors}'
+    return f'{processor_name()}, {vectors}'
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -123,7 +129,7 @@ def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextMana
 def describe_machine(device: torch.device | str, precision: str = 'float32') -> str:
     """Describe the processor or accelerator, the threads, the precision and the versions in one line."""
     place = torch.device(device)
-    name = torch.cuda.get_device_name(place) if place.type == 'cuda' else _processor()
+    name = torch.cuda.get_device_name(place) if place.type == 'cuda' else processor_name()
     threads = f'{os.cpu_count()} cores, {torch.get_num_threads()} threads'
     versions = f'torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}'
     return f'{name}; {threads}; {precision}; {versions}'
@@ -176,18 +182,4 @@ def _cores() -> set[int]:
 def _cpu_flags() -> set[str]:
     # ATEN_CPU_CAPABILITY may limit torch, and with it our kernels.
     unused = {'AVX2': ('avx512', 'amx'), 'DEFAULT': ('avx', 'amx')}.get(torch.backends.cpu.get_cpu_capability(), ())
-    return {flag for flag in _cpu_info('flags', 'Features').split() if not flag.startswith(unused)}
-
-
-def _processor() -> str:
-    # The name of a virtual machine's processor may not tell its generation; the family does.
-    name = _cpu_info('model name') or platform.processor() or platform.machine()
-    family, model = _cpu_info('cpu family'), _cpu_info('model')
-    return f'{name} (family {family}, model {model})' if family else name
-
-
-def _cpu_info(*names: str) -> str:
-    """Return the value of one of these names in Linux's cpuinfo, for the first core, or ''."""
-    path = Path('/proc/cpuinfo')
-    fields = (line.partition(':') for line in (path.read_text().splitlines() if path.exists() else []))
-    return next((value.strip() for name, _, value in fields if name.strip() in names), '')
+    return {flag for flag in cpu_info('flags', 'Features').split() if not flag.startswith(unused)}

@@ -27,7 +27,7 @@ from aft_vision.layers import (
     PairwiseBias,
     StandardizedKernel,
 )
-from aft_vision.layers.fused import FusedLinear, InplaceGELU
+from aft_vision.layers.fused import FusedConv2d, FusedLinear, InplaceGELU, InplaceHardswish
 from aft_vision.layers.mixers import MIXERS
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.models.attention_block import AttentionBlock
@@ -50,13 +50,14 @@ ACTIVATION_NAMES = {
     nn.ReLU6: 'relu6',
     nn.SiLU: 'silu',
     nn.Hardswish: 'hard_swish',
+    InplaceHardswish: 'hard_swish',
 }
 NORMS = (LayerNorm, nn.LayerNorm)
 # Modules that `Network` has too, or that do nothing in evaluation.
 PARTS = (
     *(AFTVisionTransformer, AFTPatchEmbed, AFTBlock, AttentionBlock, Attention, Mlp, LayerScale),
     *(StandardizedKernel, AxisBias, FactorizedBias, PairwiseBias),
-    *(nn.Sequential, nn.Conv2d, nn.Linear, FusedLinear, nn.Identity, nn.Dropout, DropPath, PatchDropout),
+    *(nn.Sequential, nn.Conv2d, nn.Linear, FusedConv2d, FusedLinear, nn.Identity, nn.Dropout, DropPath, PatchDropout),
     *(*(MIXERS[name] for name in NETWORK_MIXERS), *ACTIVATION_NAMES, *NORMS),
 )
 # The argument of the model by which a part of another type is avoided, by the last name of that part.

@@ -17,7 +17,7 @@ from timm.layers import (
 )
 from torch import Tensor, nn
 
-from aft_vision.layers.fused import fuse_mlp
+from aft_vision.layers.fused import fuse_linear, fuse_mlp
 from aft_vision.layers.mixers import AFTMixer, create_mixer
 
 
@@ -61,6 +61,16 @@ class AFTPatchEmbed(PatchEmbed):
     timm's checks format the height and width into a message at every call. `torch.compile` and `torch.export` then
     treat the size as a constant and build one graph per size.
     """
+
+    @torch.jit.ignore
+    def fuse(self) -> 'AFTPatchEmbed':
+        """Fuse the projection for inference.
+
+        Returns:
+            The module itself, as `timm.utils.reparameterize_model` expects.
+        """
+        fuse_linear(self)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         check_image_size(x, self.patch_size, self.img_size, self.strict_img_size, self.dynamic_img_pad)

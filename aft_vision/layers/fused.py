@@ -1,19 +1,90 @@
-"""Layers that `fuse()` puts in place of torch's: the same values and parameters, faster in evaluation.
+"""Layers of fused models: the values and parameters of torch's and timm's, faster in evaluation on a CPU.
 
 They act in evaluation without gradients, where nothing traces, exports or transforms the call; else they are torch's.
+They keep packed weights, about as large as the parameters: made when a size of the input comes a second time, again
+after a parameter was loaded, moved, cast or written in place, and dropped by a call with gradients or in training;
+other writes are not detected, see `position_bias`. Copies and files do not have them. Hooks on convolutions and norms
+within a fused block are not called.
 """
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp
+from timm.layers import BatchNormAct2d, ConvNormAct, Mlp
 from torch import Tensor, nn
 
-from aft_vision.ops.linear import can_run, linear, multiply_onednn, onednn_is_faster
+from aft_vision.ops.linear import (
+    MIN_GRAPH_PRODUCT,
+    can_run,
+    linear,
+    onednn_is_faster,
+    pack_weight,
+    supports_dtype,
+)
 from aft_vision.ops.operator import is_ordinary
+
+# Activations that oneDNN computes with a convolution.
+POINTWISE = {nn.Identity: 'none', nn.ReLU: 'relu', nn.Hardswish: 'hardswish', nn.SiLU: 'swish'}
+# A convolution, with the norm and activation after it, if any.
+_Layer = tuple[nn.Conv2d, BatchNormAct2d | None]
+
+
+def tensor_versions(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, int]]:
+    """Return what changes when a tensor is written in place or replaced; one of inference mode counts no writes."""
+    return [(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors if x is not None]
+
+
+class _Packed(NamedTuple):
+    # What a layer keeps: the versions of its tensors, the type and the rows or channels of its input, and its calls,
+    # one after the other.
+    versions: list[tuple[int, int, int]]
+    dtype: torch.dtype
+    size: int
+    calls: Sequence[Callable[[Tensor], Tensor]]
+
+
+class _Packing(nn.Module):
+    # A layer that keeps its weights in the form of a library.
+
+    __jit_ignored_attributes__: ClassVar[list[str]] = ['packed']
+    packed: _Packed | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, 'packed': None}
+
+    def _may_pack(self, x: Tensor) -> bool:
+        # Return whether packed weights may serve a call; drop them where an optimizer may follow, which may write
+        # without a trace.
+        if self.training or torch.is_grad_enabled():
+            if self.packed is not None and not torch.compiler.is_compiling():
+                self.packed = None
+            return False
+        return type(x) is Tensor and is_ordinary((x,)) and x.is_cpu and not torch.is_autocast_enabled('cpu')
+
+    def _convolve(self, x: Tensor, layers: Sequence[_Layer]) -> Tensor | None:
+        # Return the result of convolutions of maps (B, C, H, W) one after the other, None if oneDNN cannot compute it.
+        versions = tensor_versions([tensor for layer in layers for tensor in _tensors(*layer)])
+        # Another thread may replace it at any time.
+        kept = self.packed
+        if kept is None or kept.versions != versions or kept.dtype is not x.dtype or not x.numel():
+            if not _can_convolve(x, layers):
+                return None
+            # Normal tensors even in inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                calls = [_pack_convolution(*layer) for layer in layers]
+            kept = self.packed = _Packed(versions, x.dtype, x.shape[1], calls)
+        if x.ndim != 4 or x.shape[1] != kept.size or any(norm.training for _, norm in layers if norm is not None):
+            return None
+        x = x.contiguous(memory_format=torch.channels_last)
+        for call in kept.calls:
+            x = call(x)
+        return x
 
 
 class InplaceGELU(nn.GELU):
-    """A GELU that overwrites its input.
+    """A GELU that overwrites its input in evaluation.
 
     The hidden values of an MLP are its largest tensors. With a second one, the allocator returns their memory to the
     system in every block and gets it back page by page.
@@ -26,14 +97,32 @@ class InplaceGELU(nn.GELU):
 
     @torch.jit.unused
     def _evaluated(self, x: Tensor) -> Tensor:
-        watched = type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if watched or self.training or torch.is_grad_enabled():
-            return F.gelu(x, approximate=self.approximate)
-        return torch.ops.aten.gelu_(x, approximate=self.approximate)
+        gelu = torch.ops.aten.gelu_ if _overwrites(self, x) else F.gelu
+        return gelu(x, approximate=self.approximate)
 
 
-class FusedLinear(nn.Linear):
-    """A linear layer that multiplies by oneDNN, also in a graph of `torch.compile`."""
+class InplaceHardswish(nn.Hardswish):
+    """A hard swish that overwrites its input in evaluation, as `InplaceGELU`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return F.hardswish(x)
+        return self._evaluated(x)
+
+    @torch.jit.unused
+    def _evaluated(self, x: Tensor) -> Tensor:
+        return F.hardswish(x, inplace=_overwrites(self, x))
+
+
+class FusedLinear(_Packing, nn.Linear):
+    """A linear layer that multiplies by the fastest library, with packed weights.
+
+    Attributes:
+        graph_by_onednn: multiply by oneDNN in a graph of `torch.compile`.
+    """
+
+    graph_by_onednn: bool = False
+    last_rows: int = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():
@@ -43,30 +132,169 @@ class FusedLinear(nn.Linear):
     @torch.jit.unused
     def _evaluated(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_exporting():
-            return F.linear(x, weight, bias)
         if torch.compiler.is_compiling():
-            return linear(x, weight, bias) if can_run(x, weight, bias) else F.linear(x, weight, bias)
-        if is_ordinary((x, weight, bias)) and can_run(x, weight, bias):
-            return multiply_onednn(x, weight, bias)
-        return F.linear(x, weight, bias)
+            act = self.graph_by_onednn and not (
+                self.training or torch.is_grad_enabled() or torch.compiler.is_exporting()
+            )
+            return (linear if act and can_run(x, weight, bias, MIN_GRAPH_PRODUCT) else F.linear)(x, weight, bias)
+        call = self._packed_call(x, weight, bias) if self._may_pack(x) else None
+        return F.linear(x, weight, bias) if call is None else call(x)
+
+    def _packed_call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        versions, columns = tensor_versions((weight, bias)), weight.shape[1]
+        rows = x.numel() // columns
+        # Another thread may replace it at any time.
+        kept = self.packed
+        if kept is None or kept.versions != versions or kept.dtype is not x.dtype or kept.size != rows:
+            # The first call of so many rows packs nothing, so that images of ever other sizes do not.
+            again, self.last_rows = self.last_rows == rows, rows
+            if not again or not can_run(x, weight, bias):
+                return None
+            kept = self.packed = _Packed(versions, x.dtype, rows, [pack_weight(x, weight, bias)])
+        return kept.calls[0] if x.shape[-1] == columns and x.is_contiguous() else None
+
+
+class FusedConv2d(_Packing, nn.Conv2d):
+    """A convolution by oneDNN, with packed weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return self._conv_forward(x, self.weight, self.bias)
+        return self._evaluated(x)
+
+    @torch.jit.unused
+    def _evaluated(self, x: Tensor) -> Tensor:
+        y = self._convolve(x, [(self, None)]) if self._may_pack(x) else None
+        return self._conv_forward(x, self.weight, self.bias) if y is None else y
+
+
+class FusedConvolutions(_Packing):
+    """Convolutions with batch normalisation, one after the other, that `fuse()` makes one operation each.
+
+    Attributes:
+        convolutions: names of each convolution, and of its norm and activation.
+    """
+
+    convolutions: ClassVar[Sequence[tuple[str, str]]] = ()
+    is_fused: bool = False
+
+    @torch.jit.ignore
+    def fuse(self) -> 'FusedConvolutions':
+        """Fold the norms into the convolutions for inference, and compute activations with them.
+
+        Returns:
+            The module itself, as `timm.utils.reparameterize_model` expects.
+        """
+        self.is_fused = True
+        return self
+
+    @torch.jit.unused
+    def folded(self, x: Tensor) -> Tensor | None:
+        """Return the last map of maps (B, C, H, W); None if it is not fused, or oneDNN cannot compute it."""
+        if not self.is_fused or not self._may_pack(x):
+            return None
+        return self._convolve(x, [(getattr(self, conv), getattr(self, norm)) for conv, norm in self.convolutions])
+
+
+class FusibleConvNormAct(FusedConvolutions, ConvNormAct):
+    """timm's convolution with norm and activation, without anti-aliasing, which can be fused."""
+
+    convolutions = (('conv', 'bn'),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        folded = None if torch.jit.is_scripting() else self.folded(x)
+        return self.bn(self.conv(x)) if folded is None else folded
 
 
 def fuse_linear(module: nn.Module) -> None:
-    """Make linear layers multiply by oneDNN in evaluation, if that is faster here than `F.linear`.
+    """Let linear layers and plain convolutions keep packed weights in evaluation.
 
     Args:
-        module: its layers, or itself, become a `FusedLinear` with the same parameters and hooks.
+        module: its layers, or itself, become a `FusedLinear` or `FusedConv2d` with the same parameters and hooks.
     """
-    if not onednn_is_faster():
+    if not torch.backends.mkldnn.is_available():
         return
     for each in module.modules():
         if type(each) is nn.Linear:
             each.__class__ = FusedLinear
+            each.__dict__['graph_by_onednn'] = onednn_is_faster()
+        elif type(each) is nn.Conv2d:
+            each.__class__ = FusedConv2d
 
 
 def fuse_mlp(mlp: nn.Module) -> None:
-    """Fuse the linear layers of an MLP, and let the GELU of one of timm's overwrite its input."""
+    """Fuse the linear layers of an MLP, and let the activation of one of timm's overwrite its input."""
     fuse_linear(mlp)
-    if type(mlp) is Mlp and type(mlp.act) is nn.GELU:
-        mlp.act = InplaceGELU(mlp.act.approximate).train(mlp.act.training)
+    if type(mlp) is Mlp:
+        act = mlp.act
+        if type(act) is nn.GELU:
+            mlp.act = InplaceGELU(act.approximate).train(act.training)
+        elif type(act) is nn.Hardswish:
+            mlp.act = InplaceHardswish().train(act.training)
+
+
+def _overwrites(module: nn.Module, x: Any) -> bool:
+    # Return whether a call is one of evaluation that nothing traces.
+    watched = type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not (watched or module.training or torch.is_grad_enabled())
+
+
+def _can_convolve(x: Tensor, layers: Sequence[_Layer]) -> bool:
+    # Return whether oneDNN computes these convolutions of maps (B, C, H, W), one after the other.
+    if x.ndim != 4 or not x.numel() or not torch.backends.mkldnn.enabled or not supports_dtype(x.dtype):
+        return False
+    for conv, norm in layers:
+        if type(conv) not in (nn.Conv2d, FusedConv2d) or conv.padding_mode != 'zeros' or isinstance(conv.padding, str):
+            return False
+        if norm is not None and (type(norm) is not BatchNormAct2d or norm.running_var is None):
+            return False
+        for each in _tensors(conv, norm):
+            if each is not None and (each.dtype is not x.dtype or type(each) not in (Tensor, nn.Parameter)):
+                return False
+    return x.shape[1] == layers[0][0].in_channels
+
+
+def _tensors(conv: nn.Conv2d, norm: BatchNormAct2d | None) -> list[Tensor | None]:
+    found = [conv.weight, conv.bias]
+    return found if norm is None else [*found, norm.weight, norm.bias, norm.running_mean, norm.running_var]
+
+
+def _pack_convolution(conv: nn.Conv2d, norm: BatchNormAct2d | None) -> Callable[[Tensor], Tensor]:
+    # The convolution with its norm and activation as one operation, of maps whose channels are neighbours.
+    weight, bias = conv.weight.detach(), conv.bias
+    activation: nn.Module = nn.Identity()
+    if norm is not None:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        scale = norm.running_var.double().add(norm.eps).rsqrt()
+        scale = scale if norm.weight is None else scale * norm.weight
+        mean = norm.running_mean if bias is None else norm.running_mean - bias
+        shift = -mean * scale if norm.bias is None else norm.bias - mean * scale
+        bias, activation = shift.to(weight.dtype), norm.act
+        weight = (weight * scale[:, None, None, None]).to(weight.dtype)
+    return _Convolution(conv, weight, bias, activation)
+
+
+class _Convolution:
+    # A convolution by oneDNN of maps whose channels are neighbours. Its weight is packed when a size of the map comes
+    # again: oneDNN has another form for other sizes, and takes 20 times as long with one that it cannot read at once.
+
+    def __init__(self, conv: nn.Conv2d, weight: Tensor, bias: Tensor | None, activation: nn.Module) -> None:
+        self.weight, self.bias = weight.contiguous(memory_format=torch.channels_last), bias
+        self.sizes = list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups
+        self.name = POINTWISE.get(type(activation))
+        self.activation = activation if self.name is None else None
+        self.kept: tuple[torch.Size, Tensor] = torch.Size(), self.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # Another thread may replace it at any time.
+        shape, weight = self.kept
+        if shape != x.shape:
+            self.kept, weight = (x.shape, self.weight), self.weight
+        elif weight is self.weight:
+            pack: Any = torch._C._nn.mkldnn_reorder_conv2d_weight
+            weight = pack(weight.to_mkldnn(), *self.sizes, x.shape)
+            self.kept = shape, weight
+        convolve = torch.ops.mkldnn._convolution_pointwise.default
+        y = convolve(x, weight, self.bias, *self.sizes, self.name or 'none', [], '')
+        return y if self.activation is None else self.activation(y)

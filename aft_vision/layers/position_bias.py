@@ -20,6 +20,7 @@ from timm.layers import register_notrace_module, resample_abs_pos_embed
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from aft_vision.layers.fused import tensor_versions
 from aft_vision.ops import (
     bias_weights,
     factorized_band_row,
@@ -203,10 +204,8 @@ class FusedModule(nn.Module):
 
     @torch.jit.unused
     def _parameter_versions(self) -> list[tuple[int, int, int]]:
-        # Changes when a parameter is written in place or replaced; one made in inference mode does not count writes.
         # The iterator of `parameters()` would cost as much as an operation on a small image.
-        parameters = self._parameters.values()
-        return [(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters if p is not None]
+        return tensor_versions(self._parameters.values())
 
 
 @torch.jit.ignore

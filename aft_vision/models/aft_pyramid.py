@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
-    ConvNormAct,
     NormMlpClassifierHead,
     calculate_drop_path_rates,
     get_act_layer,
@@ -34,6 +33,7 @@ from timm.models.vision_transformer import init_weights_vit_timm
 from torch import Tensor, nn
 
 from aft_vision.layers import AFTBlock, aft_mixers, fix_trained_size
+from aft_vision.layers.fused import FusedConvolutions, FusibleConvNormAct
 from aft_vision.layers.mixers import find_mixer, split_arguments
 from aft_vision.models.aft_vit import pool_tokens
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
@@ -46,6 +46,17 @@ STRIDES = (2, 4, 8, 16)
 CONV_STAGES = 2
 # Of the mixers that have them, in the last two stages.
 DEFAULT_SIZES = {'num_heads': 16, 'window_size': (14, 7)}
+
+
+class FusibleEdgeResidual(FusedConvolutions, EdgeResidual):
+    """timm's fused MBConv, without anti-aliasing and squeeze-and-excitation, which can be fused."""
+
+    convolutions = (('conv_exp', 'bn1'), ('conv_pwl', 'bn2'))
+
+    def forward(self, x: Tensor) -> Tensor:
+        folded = None if torch.jit.is_scripting() else self.folded(x)
+        y = self.bn2(self.conv_pwl(self.bn1(self.conv_exp(x)))) if folded is None else folded
+        return self.drop_path(y) + x if self.has_skip else y
 
 
 class ConvStage(nn.Module):
@@ -176,8 +187,8 @@ class AFTPyramid(nn.Module):
         # Positions of the last map per position of a mask, along a side: more than one after a stage was removed.
         self.mask_factor = 1
         # The first layer is the 3 x 3 convolution, so that zeros at padding before it are all that a mask needs.
-        self.stem = ConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
-        conv = partial(EdgeResidual, exp_ratio=expand_ratio, act_layer=act_layer, **dd)
+        self.stem = FusibleConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
+        conv = partial(FusibleEdgeResidual, exp_ratio=expand_ratio, act_layer=act_layer, **dd)
         block_args: dict[str, Any] = dict(mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, init_values=init_values, **dd)
         block_args |= dict(proj_drop=proj_drop_rate, act_layer=get_act_layer(act_layer))
         stage_args = [dict(args, mixer=mixer, query_gate=query_gate) for args in stage_args]

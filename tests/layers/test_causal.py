@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from aft_vision.layers import CausalAttention, CausalBlock, fused
 from aft_vision.layers.causal import CausalSimple, compile_decoder
+from aft_vision.ops import linear
 from aft_vision.ops.common.cpp import library
 
 needs_compiler = pytest.mark.skipif(library() is None, reason='there is no compiler here')
@@ -116,7 +117,7 @@ def test_compiled_steps_are_those_of_the_modules(name: str, args: dict[str, Any]
 
 @needs_compiler
 def test_fused_layers_have_compiled_steps_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fused, 'onednn_is_faster', lambda: True)
+    monkeypatch.setattr(linear, 'fastest', lambda *_: 'onednn')
     stack, x = randomize(Stack('local')), randn(3, 9, 24).float()
     expected = run_compiled(stack, x)
     fused.fuse_linear(stack)

@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from aft_vision.layers import fused
-from aft_vision.layers.fused import FusedLinear, fuse_linear
+from aft_vision.layers.fused import FusedLinear, FusibleConvNormAct, fuse_linear
+from aft_vision.models.aft_pyramid import FusibleEdgeResidual
 from aft_vision.models.attention_block import AttentionBlock
 from aft_vision.ops import linear
 from aft_vision.ops.linear import multiply_onednn
@@ -30,8 +30,8 @@ ROWS, WIDTH = 200, 160
 
 @pytest.fixture
 def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take oneDNN for the faster library, whatever is measured."""
-    monkeypatch.setattr(fused, 'onednn_is_faster', lambda: True)
+    """Take oneDNN for the fastest library, whatever is measured."""
+    monkeypatch.setattr(linear, 'fastest', lambda *_: 'onednn')
 
 
 def make_linear(bias: bool = True) -> nn.Linear:
@@ -40,10 +40,14 @@ def make_linear(bias: bool = True) -> nn.Linear:
     return layer
 
 
-def multiplies_by_onednn(function: Callable[[], object]) -> bool:
+def operators(function: Callable[[], object]) -> set[str]:
     with torch.profiler.profile() as profile:
         function()
-    return any('mkldnn::_linear_pointwise' in event.name for event in profile.events())
+    return {event.name for event in profile.events()}
+
+
+def multiplies_by_onednn(function: Callable[[], object]) -> bool:
+    return any('mkldnn::_linear_pointwise' in name for name in operators(function))
 
 
 @needs_onednn
@@ -61,31 +65,156 @@ def test_products_of_onednn_match_float64(rows: tuple[int, ...], inner: int, out
 
 @needs_onednn
 @compiles_fused_layers
-@pytest.mark.parametrize(('faster', 'bias'), [(True, True), (True, False), (False, True)])
-def test_a_fused_layer_multiplies_by_the_faster_library(monkeypatch: pytest.MonkeyPatch, bias: bool, faster: bool):
-    monkeypatch.setattr(fused, 'onednn_is_faster', lambda: faster)
+@pytest.mark.parametrize(('way', 'bias'), [('torch', True), ('onednn', True), ('onednn', False), ('mkl', True)])
+def test_a_fused_layer_multiplies_by_the_fastest_library(monkeypatch: pytest.MonkeyPatch, bias: bool, way: str):
+    if way == 'mkl' and not torch.backends.mkl.is_available():
+        pytest.skip('this torch has no MKL')
+    monkeypatch.setattr(linear, 'fastest', lambda *_: way)
     layer, x = make_linear(bias), randn(ROWS, WIDTH).float()
-    assert (type(layer) is FusedLinear) == faster
     with torch.no_grad():
         for call in (layer, torch.compile(layer, dynamic=True)):
-            call(x[1:])
-            assert multiplies_by_onednn(lambda call=call: call(x)) == faster
-            assert_close(call(x), copy.deepcopy(layer).double()(x.double()), 1e-6)
+            for rows in (x, x[1:], x[:, None], x):
+                assert_close(call(rows), copy.deepcopy(layer).double()(rows.double()), 1e-6)
+            assert multiplies_by_onednn(lambda call=call: call(x)) == (way == 'onednn')
+        assert ('mkl::_mkl_linear' in operators(lambda: layer(x))) == (way == 'mkl')
 
 
 @needs_onednn
-def test_the_measurement_is_one_of_real_numbers_and_draws_none():
-    linear._is_faster.cache_clear()
+def test_the_measurement_is_one_of_real_numbers_and_draws_none(monkeypatch: pytest.MonkeyPatch):
+    measured: list[object] = []
+    monkeypatch.setattr(linear, 'fastest', lambda *args: measured.append(args) or 'torch')
     for mode in (FakeTensorMode(), torch.device('meta')):
         with mode:
             assert not linear.onednn_is_faster()
-    assert linear._is_faster.cache_info().misses == 0
-    before = torch.get_rng_state()
-    linear.onednn_is_faster()
-    assert linear._is_faster.cache_info().misses == 1
-    assert torch.equal(torch.get_rng_state(), before)
     with torch.backends.mkldnn.flags(enabled=False):
         assert not linear.onednn_is_faster()
+    assert not measured
+    before = torch.get_rng_state()
+    linear.onednn_is_faster()
+    assert len(measured) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    'in place': lambda model: [p.mul_(1.5) for p in model.parameters()],
+    'loaded': lambda model: model.load_state_dict({name: 1.5 * x for name, x in model.state_dict().items()}),
+    'replaced': lambda model: [
+        setattr(each, name, nn.Parameter(1.5 * p))
+        for each in model.modules()
+        for name, p in list(each.named_parameters(recurse=False))
+    ],
+    'moved': lambda model: model._apply(lambda x: 1.5 * x if x.is_floating_point() else x),
+    'statistics': lambda model: [x.add_(0.5) for x in model.buffers() if x.is_floating_point()],
+    'trained': lambda model: train(model),
+}
+
+
+@torch.enable_grad()
+def train(model: nn.Module) -> None:
+    # This optimizer writes without a trace, and so does batch normalisation.
+    optimizer = torch.optim.AdamW(model.train().parameters(), 0.1, fused=True)
+    model(randn(4, 16, 16, 16, seed=3).float()).square().mean().backward()
+    optimizer.step()
+    model.eval()
+
+
+def make_convolutions(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = {
+        'edge': lambda: FusibleEdgeResidual(16, 24, stride=2, exp_ratio=4, act_layer='hard_swish'),
+        'skip': lambda: FusibleEdgeResidual(16, 16, exp_ratio=2, act_layer='silu'),
+        'stem': lambda: FusibleConvNormAct(16, 24, 3, stride=2, act_layer='mish'),
+        'depthwise': lambda: nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 24, 1)),
+    }[kind]()
+    for each in model.modules():
+        if isinstance(each, nn.BatchNorm2d):
+            for x in (each.weight.data, each.bias.data, each.running_mean, each.running_var):
+                x.uniform_(0.5, 2)
+    return model.eval()
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    fused = copy.deepcopy(model)
+    if hasattr(fused, 'fuse'):
+        assert fused.fuse() is fused
+    fuse_linear(fused)
+    return fused
+
+
+KINDS = ['edge', 'skip', 'stem', 'depthwise']
+
+
+@needs_onednn
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_fused_convolutions_are_one_operation_each_and_match_float64(kind: str, layout: torch.memory_format):
+    model = make_convolutions(kind)
+    quick, names = fuse(model), set(model.state_dict())
+    with torch.no_grad():
+        for size in ((15, 22), (8, 8), (1, 3)):
+            images = randn(2, 16, *size).float().contiguous(memory_format=layout)
+            before = images.clone()
+            expected = copy.deepcopy(model).double()(images.double())
+            # The second call of a size packs the weights.
+            for _ in range(3):
+                assert_close(quick(images), expected, 1e-6)
+            assert torch.equal(images, before)
+        assert not {'aten::batch_norm', 'aten::conv2d', 'aten::hardswish', 'aten::silu'} & operators(
+            lambda: quick(images)
+        )
+    assert set(quick.state_dict()) == names
+
+
+@needs_onednn
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('write', WRITES)
+def test_fused_convolutions_follow_their_parameters(kind: str, write: str):
+    model, images = make_convolutions(kind), randn(2, 16, 9, 11).float()
+    quick = fuse(model)
+    with torch.no_grad():
+        quick(images)
+        first, before = quick(images), [x.clone() for x in quick.state_dict().values()]
+        for each in (model, quick):
+            WRITES[write](each)
+        changed = any(not torch.equal(x, y) for x, y in zip(quick.state_dict().values(), before, strict=True))
+        assert torch.equal(quick(images), first) != changed
+        assert_close(quick(images), copy.deepcopy(model).double()(images.double()), 1e-5)
+        assert_close(copy.deepcopy(quick)(images), quick(images).double(), 1e-6)
+
+
+@needs_onednn
+@pytest.mark.parametrize('kind', KINDS)
+def test_fused_convolutions_train_as_if_they_were_not_fused(kind: str):
+    model, images = make_convolutions(kind).train(), randn(2, 16, 9, 11).float()
+    results = []
+    for each in (model, fuse(model.eval()).train()):
+        each.train()
+        each(images).square().sum().backward()
+        results.append([p.grad for p in each.parameters()])
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
+@needs_onednn
+@pytest.mark.parametrize('kind', KINDS)
+def test_scripted_traced_and_exported_convolutions_are_those_of_torch(kind: str):
+    model, images = make_convolutions(kind), randn(2, 16, 9, 11).float()
+    quick = fuse(model)
+    with torch.no_grad():
+        expected = model(images)
+        for _ in range(2):
+            quick(images)
+        for call in (
+            torch.jit.script(quick),
+            torch.fx.symbolic_trace(quick),
+            torch.export.export(quick, (images,)).module(),
+            lambda x: torch.func.vmap(quick)(x[None])[0],
+        ):
+            assert_close(call(images), expected.double(), 1e-6)
+        with torch.autocast('cpu', torch.bfloat16):
+            assert quick(images).dtype == model(images).dtype
+        with pytest.raises(RuntimeError, match='16'):
+            quick(images[:, :8])
 
 
 # oneDNN would read other numbers than those of the bias.
@@ -96,7 +225,9 @@ def test_a_bias_of_any_strides_is_added(onednn: None, make: Callable[[], Tensor]
     layer, x = make_linear(), randn(ROWS, WIDTH).float()
     layer.bias = nn.Parameter(make())
     with torch.no_grad():
-        found = (torch.compile(layer) if compiled else layer)(x)
+        call = torch.compile(layer) if compiled else layer
+        call(x)
+        found = call(x)
     assert_close(found, F.linear(x.double(), layer.weight.double(), layer.bias.double()).detach(), 1e-6)
 
 
@@ -119,7 +250,6 @@ CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
     'strided': lambda layer, x: layer(x.t().contiguous().t()),
     'training': lambda layer, x: layer.train()(x),
     'double': lambda layer, x: layer.double()(x.double()),
-    'bfloat16': lambda layer, x: layer.bfloat16()(x.bfloat16()),
     'gradients': lambda layer, x: torch.enable_grad()(lambda: layer(x).sum().backward())(),
     'vmap': lambda layer, x: torch.func.vmap(layer)(x[None]),
     'tangents': lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
@@ -184,10 +314,19 @@ def test_a_fused_model_multiplies_by_onednn(onednn: None, name: str):
     quick = reparameterize_model(model)
     assert quick.state_dict().keys() == model.state_dict().keys()
     with torch.no_grad():
+        quick(images)
         assert multiplies_by_onednn(lambda: quick(images))
         assert_close(quick(images), copy.deepcopy(model).double()(images.double()), 1e-5)
     linear = [each for block in quick.modules() if hasattr(block, 'fuse') for each in block.modules()]
     assert not any(type(each) is nn.Linear for each in linear)
+
+
+@needs_onednn
+def test_weights_are_packed_when_a_size_comes_again(onednn: None):
+    layer, packed = make_linear(), lambda x: 'mkldnn::_linear_pointwise' in operators(lambda: layer(x))
+    x = randn(ROWS, WIDTH).float()
+    with torch.no_grad():
+        assert [packed(each) for each in (x, x[1:], x, x, x, x[1:], x[1:])] == [False] * 3 + [True] * 2 + [False, True]
 
 
 @needs_onednn

@@ -61,7 +61,7 @@ def test_maps_and_their_description_have_the_order_of_a_hierarchical_model_of_ti
 def test_the_stages_have_convolutions_and_then_axial_mixers_and_attention_where_asked():
     model = make_model()
     kinds = [[type(block).__name__ for block in stage.blocks] for stage in model.stages]
-    assert kinds == [['EdgeResidual'] * 2, ['EdgeResidual'], ['AFTBlock'], ['AFTBlock', 'AttentionBlock']]
+    assert kinds == [['FusibleEdgeResidual'] * 2, ['FusibleEdgeResidual'], ['AFTBlock'], ['AFTBlock', 'AttentionBlock']]
     assert sum(isinstance(module, AFTMixer) for module in model.modules()) == 2
     assert isinstance(model.stages[3].blocks[1], AttentionBlock)
 

@@ -124,6 +124,7 @@ import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
+from aft_vision.ops.common.choice import choices_path, describe_choices
 from tools.benchmark.printer import format_rows, plot_curves
 from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load
 
@@ -167,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # Through too few sizes there is no line.
     fits = [fit for fit in report.fits if fit['exponent'] is not None]
     print(report.head, format_rows(report.rows), *(['', format_rows(fits)] if fits else []), sep='\n')
+    if choices := describe_choices():
+        print('', f'choices measured on this machine, in {choices_path()}', *choices, '', sep='\n')
     if load is not None:
         print(f'other processes used {load:.1%} of the cores')
     files = ('json', 'png')

@@ -17,12 +17,14 @@ from tools.benchmark.measurements import Measurement, speed
 from tools.benchmark.models import RUNTIMES, Images, classifier, runtime_candidate
 from tools.benchmark.ops import CPU, Operation, candidates_of, onehot_candidates, planar_layers
 from tools.benchmark.printer import Report, format_rows
-from tools.machine import describe_processor, has_bfloat16
+from tools.machine import describe_processor, has_bfloat16, has_tiles
 
 TINY, SMALL, PEER = 'deit_tiny_patch16_224', 'deit_small_patch16_224', 'cpubone_b0_bfrobust'
 CONV, FEW, FULL, PYRAMID = 'aft_conv_tiny', 'aft_conv_tiny_k11_h32', 'aft_full_tiny', 'aft_pyramid_nano'
-# Rows of other runtimes, of peers, of loaders and of the trainer are measured only when --rows names them.
-ASKED_ROWS = (22, 23, 24, 25, 26)
+AXIAL = 'aft_axial_tiny'
+# Rows measured only when --rows names them: of other runtimes, peers, loaders and the trainer, and of one image in
+# tiles or on one thread.
+ASKED_ROWS = (22, 23, 24, 25, 26, 27, 28)
 
 WHOLE = Operation('aft_full', (32, 197, 384), 6, (197, 197))
 LOCAL = Operation('aft_local_causal', (2, 3072, 256), 2, (3072, 256))
@@ -46,6 +48,10 @@ OPERATIONS = (
     (7, LOCAL, 'forward', 'bfloat16', 3.5, 4.5),
     (7, LOCAL, 'training', 'bfloat16', 3.5, 4.5),
     (7, LONG, 'forward', 'cpu', 5, 8),
+    (27, WHOLE, 'forward', 'tiles', 1.0, 1.5),
+    (27, WHOLE, 'training', 'tiles', 1.0, 2.5),
+    (27, LOCAL, 'forward', 'tiles', 1.0, 4.0),
+    (27, LOCAL, 'training', 'tiles', 1.0, 4.0),
     (9, SIMPLE, 'forward', 'cpu', 3.5, 5.0),
     (9, SIMPLE, 'training', 'cpu', 7.0, 9.0),
     *((17, operation, direction, 'cuda', 1.0, goal) for operation, goal in ON_GPU for direction in DIRECTIONS),
@@ -79,6 +85,13 @@ MODELS: tuple[Any, ...] = (
     *((24, how, PEER, TINY, 1, dict.fromkeys((224, 384, 512, 1024), REPORTED)) for how in TORCH_AND_ONNX),
     *((24, how, PYRAMID, PEER, 1, dict.fromkeys((224, 512, 1024), REPORTED)) for how in TORCH_AND_ONNX),
     (24, 'inference', CONV, PEER, 1, dict.fromkeys((512, 1024), (None, 1.0))),
+    (27, 'tiles', CONV, TINY, 1, {224: (1.0, 1.1), 512: (1.0, 1.8)}),
+    (27, 'tiles', FEW, TINY, 1, {224: (1.0, 1.2), 512: (1.0, 2.0)}),
+    (27, 'tiles', AXIAL, TINY, 1, {224: (1.0, 1.2), 512: (1.0, 2.2)}),
+    (27, 'tiles', FULL, TINY, 1, {224: (1.0, 1.1), 512: (1.0, 1.1)}),
+    (27, 'tiles', PYRAMID, TINY, 1, {224: (1.0, 1.6), 512: (1.0, 3.0)}),
+    (28, 'one thread', PYRAMID, TINY, 1, {224: (1.8, 2.2), 512: REPORTED}),
+    (28, 'onnxruntime', PYRAMID, TINY, 1, dict.fromkeys((224, 512), REPORTED)),
 )
 
 
@@ -87,8 +100,8 @@ class Goal(NamedTuple):
 
     Args:
         at_most: Whether less is better.
-        needs: What it is measured on: 'cpu', 'bfloat16' (a CPU with its instructions), 'cuda', or the package of a
-            runtime or a loader.
+        needs: What it is measured on: 'cpu', 'bfloat16' (a CPU with its instructions), 'tiles' (one that multiplies it
+            in matrix tiles), 'cuda', or the package of a runtime or a loader.
     """
 
     row: int
@@ -102,7 +115,7 @@ class Goal(NamedTuple):
     @property
     def is_open(self) -> bool:
         """Return whether what it is measured on is absent."""
-        known = {'cpu': lambda: True, 'bfloat16': has_bfloat16, 'cuda': torch.cuda.is_available}
+        known = {'cpu': lambda: True, 'bfloat16': has_bfloat16, 'tiles': has_tiles, 'cuda': torch.cuda.is_available}
         return not (known[self.needs]() if self.needs in known else importlib.util.find_spec(self.needs))
 
     def verdict(self, value: float) -> str:
@@ -174,7 +187,7 @@ def _operations() -> Iterator[Goal]:
             measurements.CUDA if needs == 'cuda' else CPU,
         )
         measure = partial(speed, partial(candidates_of, [operation], dtype, device), direction, device=device)
-        where = {'cpu': '', 'bfloat16': ', bfloat16', 'cuda': ', GPU, bfloat16'}[needs]
+        where = {'cpu': '', 'bfloat16': ', bfloat16', 'tiles': ', bfloat16 in tiles', 'cuda': ', GPU, bfloat16'}[needs]
         yield Goal(row, f'{_named(operation)}{where}, {direction}', floor, goal, measure, needs=needs)
     for operation, _ in ON_GPU:
         share = partial(measurements.roofline_share, operation, torch.bfloat16, measurements.CUDA)
@@ -210,10 +223,13 @@ def _models() -> Iterator[Goal]:
             make = partial(_classifiers, (baseline, name), (batch, 3, size, size), how)
             direction = 'training' if how.startswith('training') else 'forward'
             measure = partial(measurements.memory if how.endswith('memory') else speed, make, direction)
-            if how == 'bfloat16':
-                measure = partial(measure, dtype=how)
-            needs = how if how in ('bfloat16', *RUNTIMES) else 'cpu'
-            what = f'{name} against {baseline}, {how}, {size} px, B={batch}'
+            if how in ('bfloat16', 'tiles'):
+                measure = partial(measure, dtype='bfloat16')
+            if how == 'one thread':
+                measure = partial(_with_one_thread, measure)
+            needs = how if how in ('bfloat16', 'tiles', *RUNTIMES) else 'cpu'
+            described = 'bfloat16 in tiles' if how == 'tiles' else how
+            what = f'{name} against {baseline}, {described}, {size} px, B={batch}'
             yield Goal(row, what, floor, goal, measure, how == 'training memory', needs)
 
 
@@ -240,6 +256,15 @@ def _classifiers(names: Sequence[str], shape: Images, how: str) -> list[Candidat
     if how in RUNTIMES:
         return [runtime_candidate(name, shape, how, threads=1) for name in names]
     return [classifier(name, shape, CPU) for name in names]
+
+
+def _with_one_thread(measure: Callable[..., Measurement], **options: Any) -> Measurement:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        return measure(**options)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _at_length(tokens: int) -> Candidate:

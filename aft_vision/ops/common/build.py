@@ -53,8 +53,7 @@ def build_library(rebuild: bool = False) -> Path:
     words = chosen_compiler()
     content = b''.join(path.read_bytes() for path in SOURCES + HEADERS)
     version = hashlib.sha256(content + shlex.join(words + flags + GCC_FLAGS).encode()).hexdigest()[:12]
-    root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
-    path = Path(root) / 'aft_vision' / f'kernels_{platform.machine()}_{capability.lower()}_{version}.so'
+    path = library_folder() / f'kernels_{platform.machine()}_{capability.lower()}_{version}.so'
     if path.exists() and not rebuild:
         return path
     compiler = shutil.which(words[0])
@@ -75,6 +74,12 @@ def build_library(rebuild: bool = False) -> Path:
                 raise
             _compile([x for x in command if x != HALF_FLAG], path)
     return path
+
+
+def library_folder() -> Path:
+    """Return the folder of the libraries, below that of torch's extensions; it may not exist yet."""
+    root = os.environ.get('TORCH_EXTENSIONS_DIR') or Path.home() / '.cache' / 'torch_extensions'
+    return Path(root) / 'aft_vision'
 
 
 def chosen_compiler() -> list[str]:

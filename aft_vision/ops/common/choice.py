@@ -1,0 +1,149 @@
+"""A measured choice between ways to compute the same result, where the fastest depends on the processor.
+
+The first call of a shape class runs each way for a few milliseconds. The result is kept beside the compiled kernels, in
+one file for a processor and a version of torch, so later processes choose the same without measuring. Fused layers
+alone choose in this way: training and models that are not fused have one order of forms on every machine.
+
+Nothing is measured in a process that was forked, such as a worker of a DataLoader, nor after `measure_choices(False)`,
+for a service with a deadline: a shape class that is not in the file takes its first way.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aft_vision.ops.common.build import library_folder
+from aft_vision.ops.common.locks import locked
+
+# Each way runs this long, but at least three times.
+SECONDS = 4e-3
+# The first way stays unless another takes less than this share of its time.
+SHARE = 0.95
+_PROCESS = os.getpid()
+_measures = True
+
+
+def measure_choices(enabled: bool) -> None:
+    """Allow or forbid measuring in this process; choices that are recorded are used in either case."""
+    global _measures
+    _measures = enabled
+
+
+def fastest(subject: str, shape: tuple[Any, ...], ways: Mapping[str, Callable[[], object]]) -> str:
+    """Return the name of the fastest way, measured at the first call for this subject, shape and number of threads.
+
+    Args:
+        subject: what is computed.
+        shape: the shape class, with everything else that the times depend on.
+        ways: calls that compute it; the first one is the default.
+    """
+    key = f'{subject} {" ".join(map(str, shape))}, {torch.get_num_threads()} threads'
+    found = recorded().get(key)
+    if found is not None and found['chosen'] in ways:
+        _used[key] = found
+        return found['chosen']
+    default = next(iter(ways))
+    if len(ways) == 1 or not _measures or os.getpid() != _PROCESS:
+        return default
+    times = _shortest(ways)
+    best = min(times, key=times.__getitem__)
+    chosen = best if times[best] < SHARE * times[default] else default
+    return _record(key, {'chosen': chosen, 'ms': {name: round(1e3 * seconds, 4) for name, seconds in times.items()}})
+
+
+def recorded() -> dict[str, Any]:
+    """Return the choices of this machine: by subject, shape and threads, the way chosen and the ms of each way."""
+    path = choices_path()
+    if path not in _records:
+        _records[path] = _read(path)
+    return _records[path]
+
+
+@functools.cache
+def choices_path() -> Path:
+    """Return the file of the choices for this processor and version of torch."""
+    features = hashlib.sha256(cpu_info('flags', 'Features').encode()).hexdigest()[:8]
+    capability = torch.backends.cpu.get_cpu_capability()
+    name = re.sub(r'[^A-Za-z0-9.]+', '-', f'{processor_name()}_{capability}_{features}_{torch.__version__}')
+    return library_folder() / f'choices_{name}.json'
+
+
+def processor_name() -> str:
+    """Return the name of the processor, with its family and model where Linux tells them."""
+    # The name of a virtual machine's processor may not tell its generation; the family does.
+    name = cpu_info('model name') or platform.processor() or platform.machine()
+    family, model = cpu_info('cpu family'), cpu_info('model')
+    return f'{name} (family {family}, model {model})' if family else name
+
+
+def cpu_info(*names: str) -> str:
+    """Return the value of one of these names in Linux's cpuinfo, for the first core, or ''."""
+    path = Path('/proc/cpuinfo')
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(':')[2].strip() for line in lines if line.partition(':')[0].strip() in names), '')
+
+
+def describe_choices() -> list[str]:
+    """Return a line for each choice that this process used: what was chosen, and the milliseconds of each way."""
+    return [
+        f'{key}: {found["chosen"]} ({", ".join(f"{name} {ms:.3g} ms" for name, ms in found["ms"].items())})'
+        for key, found in sorted(_used.items())
+    ]
+
+
+# Choices that this process asked for.
+_used: dict[str, dict[str, Any]] = {}
+# Contents of the file, which other processes add to, as this process knows them.
+_records: dict[Path, dict[str, Any]] = {}
+
+
+def _shortest(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    # In turns, so that other work on the machine slows all of them.
+    least = dict.fromkeys(ways, math.inf)
+    end = time.perf_counter() + SECONDS * len(ways)
+    for count in range(10_000):
+        for name, call in ways.items():
+            start = time.perf_counter()
+            call()
+            least[name] = min(least[name], time.perf_counter() - start)
+        if count > 1 and time.perf_counter() > end:
+            break
+    return least
+
+
+def _read(path: Path) -> dict[str, Any]:
+    # A file that is missing, cut off or of another form is as good as none.
+    found: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+    whole = isinstance(found, dict) and all(isinstance(x, dict) and 'chosen' in x for x in found.values())
+    return found if whole else {}
+
+
+def _record(key: str, choice: dict[str, Any]) -> str:
+    # Add a choice to the file and return it; that of another process for the same ways stays, so that all choose alike.
+    path = choices_path()
+    # A folder that cannot be written: this process alone remembers.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_suffix('.lock')):
+            others = _read(path)
+            known = others.get(key, choice)
+            choice = known if known['chosen'] in choice['ms'] else choice
+            part = path.with_suffix(f'.{os.getpid()}')
+            part.write_text(json.dumps({**others, key: choice}, indent=1))
+            os.replace(part, path)
+            recorded().update(others)
+    recorded()[key] = _used[key] = choice
+    return choice['chosen']
