@@ -26,7 +26,7 @@ import torch
 from aft_vision.ops.common.build import library_folder
 from aft_vision.ops.common.locks import locked
 
-# Each way runs this long, but at least three times.
+# Each way runs this long, but at least five times.
 SECONDS = 4e-3
 # The first way stays unless another takes less than this share of its time.
 SHARE = 0.95
@@ -117,7 +117,7 @@ def _shortest(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
             start = time.perf_counter()
             call()
             least[name] = min(least[name], time.perf_counter() - start)
-        if count > 1 and time.perf_counter() > end:
+        if count > 3 and time.perf_counter() > end:
             break
     return least
 
