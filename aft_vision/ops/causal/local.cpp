@@ -27,7 +27,7 @@ struct Forward {
         part{},
         base(round_down<P>(1 - source.s.window)),
         left(0),
-        map((source.s.window + source.s.step) / P::TERMS + 1) {}
+        map((source.s.window + source.s.step + P::STEP) / P::TERMS + 1) {}
 
   void enter(const Source &source, int64_t start, int64_t stop) {
     const Vec old = reference.value;
@@ -57,7 +57,10 @@ struct Forward {
     Pair older = state;
     older += part;
     for (int64_t i = 0; i < tile.size; ++i) sums[i] = w.older(tile.first + i) * older;
-    packed.mix(tile, map.data() + left, sums);
+    if constexpr (TILED<P>)
+      w.mix(tile, map.data() + left, sums);
+    else
+      packed.mix(tile, map.data() + left, sums);
   }
 
   // Move to the windows of the next block.
@@ -94,6 +97,7 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
   Region region;
 #pragma omp parallel for num_threads(threads) reduction(&& : good)
   for (int64_t share = 0; share < parts; ++share) region.run([&] {
+    [[maybe_unused]] typename P::State state;
     std::vector<Forward<P>> items;
     for (int64_t i = share * s.items() / parts; i < (share + 1) * s.items() / parts; ++i) items.emplace_back(source, i);
     Weights<P> w(s, band);
@@ -106,11 +110,11 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
         return std::pair(round_down<P>(t - s.window + 1), round_up<P>(t + n));
       });
       for (const Tile &tile : packed.tiles)
-        packed.fill(tile, [&](int64_t target, int64_t from) { return w.sources(target, from); });
+        if (!TILED<P>) packed.fill(tile, [&](int64_t target, int64_t from) { return w.sources(target, from); });
       for (Forward<P> &x : items) {
         x.enter(source, start, stop);
         for (const Tile &tile : packed.tiles) {
-          Pair sums[ROWS];
+          Pair sums[P::HEIGHT];
           x.mix(packed, w, tile, sums);
           write(x, w, limits, tile, sums, q, out, den);
         }
@@ -142,7 +146,7 @@ int aft_local_causal_forward(const ForwardCall *packed, float headroom, Limits l
   return guarded([&] {
     const Call &call = packed->call;
     const Source source{call.s, call.k, call.v, call.mask, headroom};
-    return with_products(call.halves, [&](auto products) {
+    return with_products(call.operands, [&](auto products) {
       return forward<decltype(products)>(source, call.band, call.q, packed->out, packed->den, limits, threads);
     });
   });

@@ -11,9 +11,6 @@
 
 namespace {
 
-// Weights next to the window that a piece of a product may read.
-constexpr int64_t EDGE = 16;
-static_assert(ROWS + 1 < EDGE);
 // How far a new reference lies above the keys before it, in nats, so that it stays while they grow.
 constexpr float SLACK = 8.0f;
 // A weight below the largest of its row by this, in nats, is no normal number.
@@ -41,10 +38,15 @@ struct Limits {
 // The inputs of a call, as Python packs them; q and mask may be null.
 struct Call {
   Shape s;
-  int64_t halves;  // whether products may be of bfloat16
+  int64_t operands;
   const float *band;  // (T, s)
   Stream q, k, v;
   const bool *mask;
+};
+
+// Some rows of a product, and where the weights of its terms [begin, end) are.
+struct Tile {
+  int64_t first, size, begin, end, offset;
 };
 
 // exp(w - reference of its row) of a band (T, s) for the targets of a block: left of the window of a target the weight
@@ -57,7 +59,7 @@ class Weights {
         window_(s.window),
         width_(s.window + 2 * EDGE),
         band_(band),
-        data_((s.step + 1) * width_),
+        data_((s.step + 1 + P::HEIGHT) * width_),
         vanishes_(s.step + 1) {}
 
   // Move to the block from `start` on, whose targets must then be filled, and the one after it.
@@ -104,18 +106,20 @@ class Weights {
   // Their number in the window.
   const typename P::Number *row(int64_t target) const { return data_.data() + (target - start_) * width_ + EDGE; }
 
+  // out[i] += the sums of a tile's targets, whose weights tiles read here: those of a source have a place less in each row.
+  void mix(const Tile &tile, const Pair *x, Pair *out) const {
+    mix_tiles(tile.size, x, row(tile.first) + tile.begin - tile.first + window_ - 1, (width_ - 1) * sizeof(Number),
+              P::STEP * sizeof(Number), tile.end - tile.begin, out);
+  }
+
  private:
   using Number = typename P::Number;
+  static constexpr int64_t EDGE = P::EDGE;
 
   int64_t tokens_, window_, width_, start_ = 0;
   const float *band_;
   std::vector<Number> data_;
   std::vector<char> vanishes_;
-};
-
-// Some rows of a product, and where the weights of its terms [begin, end) are.
-struct Tile {
-  int64_t first, size, begin, end, offset;
 };
 
 // The weights of a block, in the order in which they are multiplied.
@@ -129,12 +133,13 @@ struct Packed {
   void plan(int64_t first, int64_t stop, R reach) {
     tiles.clear();
     int64_t offset = 0;
-    const int64_t count = (stop - first + ROWS - 1) / ROWS;
+    const int64_t count = (stop - first + P::HEIGHT - 1) / P::HEIGHT;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t size = (stop - first + count - i - 1) / (count - i);
       const auto [begin, end] = reach(first, size);
-      tiles.push_back({first, size, begin, end, offset});
-      offset += (end - begin) / P::TERMS * size;
+      const int64_t terms = (end - begin + P::STEP - 1) / P::STEP * P::STEP;
+      tiles.push_back({first, size, begin, begin + terms, offset});
+      offset += terms / P::TERMS * (TILED<P> ? P::HEIGHT : size);
       first += size;
     }
     weights.resize(offset);
@@ -143,14 +148,22 @@ struct Packed {
   // `weight` returns the weights of a row and of the terms of a vector.
   template <typename W>
   void fill(const Tile &tile, W weight) {
-    float *next = weights.data() + tile.offset;
-    for (int64_t term = tile.begin; term < tile.end; term += P::TERMS)
-      for (int64_t row = tile.first; row < tile.first + tile.size; ++row) *next++ = weight(row, term);
+    float *to = weights.data() + tile.offset;
+    for (int64_t term = tile.begin, word = 0; term < tile.end; term += P::TERMS, ++word)
+      for (int64_t i = 0; i < tile.size; ++i) {
+        const int64_t first = word % LANES;
+        to[TILED<P> ? (word - first) * P::HEIGHT + i * LANES + first : word * tile.size + i] =
+            weight(tile.first + i, term);
+      }
   }
 
   // out[i] += the sums of a tile's rows; `x` are its terms.
   void mix(const Tile &tile, const Pair *x, Pair *out) const {
-    ::mix<P>(tile.size, x, weights.data() + tile.offset, (tile.end - tile.begin) / P::TERMS, out);
+    const float *from = weights.data() + tile.offset;
+    if constexpr (TILED<P>)
+      mix_tiles(tile.size, x, from, LANES * sizeof(float), P::HEIGHT * LANES * sizeof(float), tile.end - tile.begin, out);
+    else
+      ::mix<P>(tile.size, x, from, (tile.end - tile.begin) / P::TERMS, out);
   }
 };
 
@@ -221,11 +234,12 @@ struct Reference {
   static Vec larger(Vec x, Vec y) { return x > y ? x : y; }
 };
 
-// Call `pass` with the products: of bfloat16 if `half` and the CPU has them, else of float32.
+// Call `pass` with the products of operands.
 template <class F>
-int with_products(bool half, F pass) {
+int with_products(int64_t operands, F pass) {
+  if (operands == TILES) return pass(Tiles{});
 #if defined(__AVX512BF16__)
-  if (half) return pass(Half{});
+  if (operands == PAIRS) return pass(Half{});
 #endif
   return pass(Single{});
 }

@@ -10,14 +10,6 @@
 
 namespace {
 
-// Targets and sources of a product whose sums fill the registers.
-constexpr int TARGETS = 4;
-#if defined(__AVX512F__)
-constexpr int SOURCES = 6;
-#else
-constexpr int SOURCES = 3;
-#endif
-
 float total(Vec x) {
   typedef float Quarter __attribute__((vector_size(16)));
   static_assert(LANES % 4 == 0);
@@ -31,6 +23,7 @@ float total(Vec x) {
 template <class P>
 __attribute__((noinline)) void multiply_rows(const Vec *x, const Vec *y, int64_t length, int64_t row, float *out,
                                              int64_t stride) {
+  constexpr int TARGETS = P::TARGETS, SOURCES = P::SOURCES;
   Vec sums[TARGETS][SOURCES] = {};
   for (int64_t n = 0; n < length; ++n)
     for (int i = 0; i < TARGETS; ++i)
@@ -64,11 +57,13 @@ struct Walk {
 struct Scratch {
   std::vector<Pair> terms, later;
 
-  explicit Scratch(int64_t step) : terms(step), later(step + 2) {}
+  Scratch(int64_t step, int64_t after) : terms(step), later(step + 1 + after) {}
 };
 
 template <class P>
 struct Backward {
+  static constexpr int TARGETS = P::TARGETS, SOURCES = P::SOURCES;
+
   const Shape &s;
   const Source &source;
   Weights<P> w;
@@ -79,7 +74,8 @@ struct Backward {
   int64_t start = 0, stop = 0, low = 0, after = 0;
   int64_t ring = 0, row = 0;  // vectors of a row of `rows` and `entries`
   Packed<P> packed = {};
-  std::vector<Vec> rows = {}, entries = {};  // (step, row) and, a ring, (sources, row): [values | keys] of all items
+  // [values | keys] of all items: (step, row) and, a ring, (sources, row), in tiles (sources / LANES, row, LANES).
+  std::vector<Vec> rows = {}, entries = {};
 
   void prepare() {
     ring = (s.window - 1 + s.step + 2 * SOURCES - 1) / SOURCES * SOURCES;
@@ -109,7 +105,7 @@ struct Backward {
     enter(x, index);
     x.d_state += scratch.later[0];
     for (const Tile &tile : packed.tiles) {
-      Pair found[ROWS];
+      Pair found[P::HEIGHT];
       std::fill_n(found, tile.size, scratch.later[tile.end - start]);
       packed.mix(tile, scratch.terms.data() + (tile.begin - start) / P::TERMS, found);
       int64_t slot = tile.first % ring;
@@ -166,9 +162,30 @@ struct Backward {
     for (int64_t t = low; t < (again ? stop : after); ++t) {
       x.waiting[t % ring] = t < after ? x.d_state : Pair{};
       if (!dband) continue;
-      P::keep(&entries[t % ring * row + P::VECTORS * index], source.entry(x.item, t, x.reference));
+      keep_entry(t % ring, index, source.entry(x.item, t, x.reference));
     }
   }
+
+  void keep_entry(int64_t slot, int64_t index, const Pair &x) {
+    if constexpr (TILED<P>) {
+      const Vec packed = join(x.values, x.keys);
+      Vec *to = tile_of(slot) + index * LANES;
+      for (int lane = 0; lane < LANES; ++lane) to[lane][slot % LANES] = packed[lane];
+    } else {
+      P::keep(&entries[slot * row + P::VECTORS * index], x);
+    }
+  }
+
+  // Return the n'th vector of an entry.
+  Vec entry(int64_t slot, int64_t n) const {
+    if constexpr (!TILED<P>) return entries[slot * row + n];
+    Vec x;
+    for (int lane = 0; lane < LANES; ++lane) x[lane] = tile_of(slot)[n * LANES + lane][slot % LANES];
+    return x;
+  }
+
+  Vec *tile_of(int64_t slot) { return &entries[slot / LANES * row * LANES]; }
+  const Vec *tile_of(int64_t slot) const { return &entries[slot / LANES * row * LANES]; }
 
   // Give sources of the block from `first` on, or of the window before it, the gradients that wait for them.
   void add(const Walk &x, int64_t first) const {
@@ -187,10 +204,15 @@ struct Backward {
   // The gradient of the band for TARGETS targets; `products` is a buffer for them and their sources.
   void multiply(int64_t target, std::vector<float> &products) const {
     const int64_t begin = std::max<int64_t>(0, target - s.window + 1) / SOURCES * SOURCES;
-    const int64_t last = std::min(target + TARGETS, stop) - 1, stride = ring + SOURCES;
+    const int64_t last = std::min(target + TARGETS, stop) - 1, stride = ring + SOURCES, SIZE = sizeof(Vec);
     const Vec *x = &rows[(target - start) * row];
-    for (int64_t j = begin; j <= last; j += SOURCES)
-      multiply_rows<P>(x, &entries[j % ring * row], row - 1, row, &products[j - begin], stride);
+    for (int64_t j = begin; j <= last; j += SOURCES) {
+      float *out = &products[j - begin];
+      if constexpr (TILED<P>)
+        multiply_tiles({x, row * SIZE, SIZE, tile_of(j % ring), SIZE, row * LANES * SIZE, LANES * SIZE, row - 1, out, stride});
+      else
+        multiply_rows<P>(x, &entries[j % ring * row], row - 1, row, out, stride);
+    }
     for (int64_t t = target; t <= last; ++t) {
       // The first place of the window that is in the sequence, and its source.
       const int64_t first = std::max<int64_t>(0, s.window - 1 - t), source = t - s.window + 1 + first;
@@ -212,10 +234,12 @@ struct Backward {
 
   // A source that hardly weighs may lie far above a small denominator, and overflow float32.
   double multiply_exactly(int64_t target, int64_t source) const {
-    const Vec *x = &rows[(target - start) * row], *y = &entries[source % ring * row];
+    const Vec *x = &rows[(target - start) * row];
     double sum = 0.0;
-    for (int64_t n = 0; n < row - 1; ++n)
-      for (int lane = 0; lane < LANES; ++lane) sum += P::exact(x[n], y[n], lane);
+    for (int64_t n = 0; n < row - 1; ++n) {
+      const Vec y = entry(source % ring, n);
+      for (int lane = 0; lane < LANES; ++lane) sum += P::exact(x[n], y, lane);
+    }
     return sum;
   }
 };
@@ -230,11 +254,12 @@ int backward(Backward<P> block, int threads) {
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
+    [[maybe_unused]] typename P::State state;
     std::optional<Scratch> scratch;
     std::vector<float> products;
     region.run([&] {
-      scratch.emplace(s.step);
-      products.resize((block.ring + SOURCES) * TARGETS);
+      scratch.emplace(s.step, P::STEP + 1);
+      products.resize((block.ring + P::SOURCES) * P::TARGETS);
     });
     for (int64_t start = (s.tokens - 1) / s.step * s.step; start >= 0; start -= s.step) {
 #pragma omp single
@@ -252,7 +277,7 @@ int backward(Backward<P> block, int threads) {
         region.run([&] { good = block.run(items[i], i, *scratch) && good; });
       if (block.dband) {
 #pragma omp for
-        for (int64_t target = block.start; target < block.stop; target += TARGETS)
+        for (int64_t target = block.start; target < block.stop; target += P::TARGETS)
           region.run([&] { block.multiply(target, products); });
       }
     }
@@ -280,7 +305,7 @@ int aft_local_causal_backward(const BackwardCall *packed, float headroom, float 
     const BackwardCall &x = *packed;
     const Call &call = x.call;
     const Source source{call.s, call.k, call.v, call.mask, headroom};
-    return with_products(call.halves, [&](auto products) {
+    return with_products(call.operands, [&](auto products) {
       using P = decltype(products);
       return backward<P>({call.s, source, {call.s, call.band}, x.grad, x.y, x.den, call.q, x.dq, x.dk, x.dv, x.dband,
                           underflow}, threads);

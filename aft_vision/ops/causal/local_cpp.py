@@ -31,12 +31,13 @@ from aft_vision.ops.common.cpp import (
     floats,
     narrow_like,
     narrow_output,
+    operands,
     pack,
     profiled,
     stream,
 )
 from aft_vision.ops.common.inputs import empty_denominator, empty_output
-from aft_vision.ops.common.numerics import gate, product_dtype
+from aft_vision.ops.common.numerics import gate
 from aft_vision.ops.local.band import block_length
 from aft_vision.ops.local.eager import LocalInputs
 
@@ -124,6 +125,6 @@ def _repair(y: Tensor, den: Tensor, inputs: LocalInputs) -> None:
 def _call(inputs: LocalInputs, held: list[Tensor]) -> tuple[int, ...]:
     # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
     q, k, v, band, mask = inputs
-    window, halves = band.shape[1], product_dtype(v) == torch.bfloat16
-    sizes = *v.shape, window, block_length(window), halves, floats(band, held)
+    window = band.shape[1]
+    sizes = *v.shape, window, block_length(window), operands(v), floats(band, held)
     return *sizes, *stream(q, held), *stream(k, held), *stream(v, held), address(mask, held)

@@ -1,10 +1,12 @@
-// The products of the causal AFT-local: a few rows at a time, of float32 or of pairs of bfloat16, with sums in float32.
+// The products of the causal AFT-local: a few rows at a time, of float32, or of bfloat16 in pairs or tiles, with sums in
+// float32.
 
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
-#include "../common/bfloat16.h"
+#include "../common/tile.h"
 
 namespace {
 
@@ -36,8 +38,22 @@ struct Pair {
 
 Pair operator*(float weight, const Pair &x) { return {weight * x.values, weight * x.keys}; }
 
+// Of every way to multiply: HEIGHT rows, whose weights have EDGE others next to the window that a piece of a product may
+// read, take STEP terms at a time; the gradient of the band has TARGETS by SOURCES sums at a time.
+struct Vectors {
+  static constexpr int HEIGHT = ROWS, EDGE = 16, TARGETS = 4;
+#if defined(__AVX512F__)
+  static constexpr int SOURCES = 6;
+#else
+  static constexpr int SOURCES = 3;
+#endif
+  static_assert(ROWS + 1 < EDGE);
+  struct State {};
+};
+
 // Products in float32: each term by itself.
-struct Single {
+struct Single : Vectors {
+  static constexpr int STEP = 1;
   using Number = float;
   static constexpr int TERMS = 1;    // in a vector of a map
   static constexpr int VECTORS = 2;  // in a row's pair
@@ -54,9 +70,8 @@ struct Single {
   static Vec add(Vec sum, Vec x, Vec y) { return sum + x * y; }
 };
 
-#if defined(__AVX512BF16__)
 // Products of bfloat16 with sums in float32: two neighbouring terms, or the values and the keys of one, share a lane.
-struct Half {
+struct Halves {
   using Number = uint16_t;
   static constexpr int TERMS = 2, VECTORS = 1;
 
@@ -79,10 +94,24 @@ struct Half {
   static double exact(Vec x, Vec y, int lane) {
     return Single::exact(low_half(x), low_half(y), lane) + Single::exact(high_half(x), high_half(y), lane);
   }
+};
+
+#if defined(__AVX512BF16__)
+struct Half : Halves, Vectors {
+  static constexpr int STEP = 2;
 
   static Vec add(Vec sum, Vec x, Vec y) { return add_products(sum, x, y); }
 };
 #endif
+
+struct Tiles : Halves {
+  static constexpr int HEIGHT = TILE_ROWS, EDGE = TILE_ROWS + TILE_TERMS, STEP = TILE_TERMS;
+  static constexpr int TARGETS = TILE_ROWS, SOURCES = TILE_COLUMNS;
+  typedef TileState State;
+};
+
+template <class P>
+constexpr bool TILED = std::is_same_v<P, Tiles>;
 
 // out[i] += sum of weights[j][i] * x[j] for N rows.
 template <class P, int N>
@@ -117,6 +146,14 @@ void mix(int64_t n, const Pair *x, const float *weights, int64_t length, Pair *o
   } else if constexpr (N > 1) {
     mix<P, N - 1>(n, x, weights, length, out);
   }
+}
+
+// The same by tiles, of bfloat16 weights whose rows and steps of terms are so many bytes apart.
+void mix_tiles(int64_t n, const Pair *x, const void *weights, int64_t row, int64_t step, int64_t terms, Pair *out) {
+  Pair found[TILE_ROWS];
+  multiply_tiles({weights, row, step, x, sizeof(Pair), sizeof(Vec), LANES * sizeof(Pair), terms / TILE_TERMS,
+                  reinterpret_cast<float *>(found), 2 * LANES});
+  for (int64_t i = 0; i < n; ++i) out[i] += found[i];
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ from helpers import (
 
 from aft_vision import ops
 from aft_vision.ops import reference
+from aft_vision.ops.common import cpp
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 def test_bfloat16_equals_float64_where_the_cpu_does_not_multiply_it(
     T: int, s: int, D: int, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(cpp, 'narrow_operands', lambda: cpp.SINGLE)
     monkeypatch.setattr('aft_vision.ops.common.numerics._cpu_multiplies_bfloat16', lambda: False)
     assert_matches_reference(
         ops.aft_local_causal, reference.aft_local_causal, make_inputs('aft_local_causal', T, D, s), torch.bfloat16
@@ -48,7 +50,15 @@ def test_tensors_may_differ_in_their_types():
         assert_close(got, want, 1e-4 if name == 'q' else 4e-3)
 
 
+@pytest.fixture(params=[None, cpp.TILES], ids=['', 'tiles'])
+def multiplied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply bfloat16 as this processor does the fastest, and in tiles."""
+    if request.param is not None:
+        monkeypatch.setattr(cpp, 'narrow_operands', lambda: request.param)
+
+
 # In bfloat16 the CPU's products would take those weights for zero.
+@pytest.mark.usefixtures('multiplied')
 @pytest.mark.parametrize(('dtype', 'bound', 'grad_bound'), [(torch.float32, 1e-5, 1e-4), (torch.bfloat16, 2e-2, 2e-2)])
 def test_a_small_weight_counts_where_the_key_is_large(dtype: torch.dtype, bound: float, grad_bound: float):
     # Two keys e^59 above the reference of the second block, seen with e^-90: of a denominator of e^-30 each has half.
@@ -67,6 +77,7 @@ def test_a_small_weight_counts_where_the_key_is_large(dtype: torch.dtype, bound:
         assert_close(got, want, grad_bound)
 
 
+@pytest.mark.usefixtures('multiplied')
 @pytest.mark.parametrize(
     ('dtype', 'bound', 'bias'),
     [
@@ -136,6 +147,7 @@ def test_the_digits_of_a_long_sequence_are_kept():
 
 
 # In bfloat16 what is added is rounded, and the result, but no sum.
+@pytest.mark.usefixtures('multiplied')
 @pytest.mark.parametrize(('dtype', 'bound'), [(torch.float32, 5e-6), (torch.bfloat16, 4e-3)], ids=str)
 def test_the_digits_of_a_wide_window_are_kept(dtype: torch.dtype, bound: float):
     T = 4096

@@ -129,6 +129,8 @@ TILED: list[tuple[str, str, Sizes]] = [
         for T, D in ((15, 16), (16, 5), (17, 40), (31, 16), (33, 33), (64, 3), (197, 20))
     ),
     ('cpp tiles', 'aft_full', (33, 17, 0, None, 1)),
+    *(('cpp tiles', 'aft_local_causal', x) for x in ((15, 16, 4), (16, 5, 3), (17, 33, 60), (31, 16, 31), (33, 3, 9))),
+    *(('cpp tiles', 'aft_local_causal', x) for x in ((64, 20, 64), (100, 20, 1), (150, 37, 5), (197, 19, 91))),
 ]
 COMPILED: dict[tuple[str, str], list[Sizes]] = {
     ('cpp', 'aft_full'): [(8, 5), (20, 40), (17, 64), (61, 33)],
@@ -262,6 +264,7 @@ def test_it_equals_float64(form: str, name: str, sizes: Sizes, others: str, dtyp
         ('cpp', 'aft_local_causal', (1, 6, 1), ''),
         ('cpp', 'aft_simple_causal', (1, 6), ''),
         ('cpp tiles', 'aft_full', (1, 6), ''),
+        ('cpp tiles', 'aft_local_causal', (1, 6, 1), ''),
     ],
 )
 def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes: Sizes, others: str, device: str):
@@ -375,6 +378,7 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
             for dtype in DTYPES[:2]
         ),
         ('cpp tiles', 'aft_full', (35, 20), '', 'ordinary', 'ordinary', torch.bfloat16),
+        ('cpp tiles', 'aft_local_causal', (40, 9, 5), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('cpp', 'aft_conv', ((5, 7), 66, 3), 'in part', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4), 'in part', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_axial', ((5, 3), 60, (2, 9), 60), '', 'ordinary', 'ordinary', torch.float32),
@@ -507,6 +511,7 @@ def forbid_eager(patch: pytest.MonkeyPatch, name: str) -> None:
         ('cpp', 'aft_onehot', ((5, 7), 66, 4), ['depthwise']),
         ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11), ['axial']),
         ('cpp', 'aft_local_causal', (12, 9, 5), ['local']),
+        ('cpp tiles', 'aft_local_causal', (12, 9, 5), ['local']),
         ('cpp', 'aft_simple_causal', (12, 9), ['scan']),
     ],
 )
@@ -585,6 +590,7 @@ def test_a_registered_model_runs_it_forward_and_backward(
     [
         *(('cpp', 'aft_full', (35, 40, 0, None, 7), '', dtype) for dtype in DTYPES[:2]),
         ('cpp tiles', 'aft_full', (35, 40, 0, None, 7), '', torch.bfloat16),
+        ('cpp tiles', 'aft_local_causal', (150, 37, 20, None, 3), '', torch.bfloat16),
         *(('cpp', 'aft_conv', ((5, 7), 42, 5, 7, 13), *x) for x in product(('', 'masked'), DTYPES[:2])),
         ('cpp', 'aft_conv', ((5, 7), 66, 3, 66, 5), '', torch.float32),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4, 66, 5), '', torch.float32),
