@@ -62,10 +62,10 @@ class Form:
 
     Attributes:
         backend: asks for it.
-        forward: computes (inputs, save): y, and the tensor that the backward reuses, or None unless it is saved.
+        forward: computes (inputs, save): y, and the tensor saved for the backward, or None.
         backward: computes (grad, y, saved, inputs, need_bias): the gradients of q, k, v and the biases, each an empty
             tensor where there is no such input or, without need_bias, no need for it.
-        supports: returns whether it takes such inputs, and can run here.
+        supports: returns whether it supports these inputs on this machine.
         check: raises an error where it should run for such inputs, and something on this machine is broken.
         name: tells it from others of the operation with the same backend.
         takes_weights: its forward takes those of `BiasWeights` as a third argument, or None.

@@ -1,8 +1,8 @@
 """The custom operators `torch.ops.aft_vision.*` of declared operations, and the one place that chooses what runs.
 
 An operator is one node for autograd, `torch.compile`, `torch.export`, FX and TorchScript. Its forward returns the
-result and what its backward reuses; the backward is an operator too. In a graph, which may run elsewhere, each chooses
-its form. An ordinary call, which nothing watches, goes straight to its form, and its backward to the same one.
+result and the tensors saved for its backward; the backward is an operator too. In a graph, which may run elsewhere,
+each chooses its form. An ordinary call, which nothing watches, goes straight to its form, and its backward to the same one.
 `transforms` has forward mode and `torch.func`.
 """
 
@@ -63,7 +63,7 @@ def _warn_once(name: str, backend: str) -> None:
     warnings.warn(f'{name} has no {backend!r} form for these inputs on this machine; using eager', stacklevel=2)
 
 
-def _is_watched(args: Sequence[Any]) -> bool:
+def _needs_dispatcher(args: Sequence[Any]) -> bool:
     """Return whether a call must go through the dispatcher of torch, as one operator."""
     return not is_ordinary(args) or torch.autograd._profiler_enabled()
 
@@ -162,7 +162,7 @@ class Operator:
             if isinstance(args[2], Tensor) and not torch.jit.is_tracing():
                 self.check(self.inputs(*args[:-1]))
             return self.operation.graph(*args[:-1])
-        if _is_watched(args):
+        if _needs_dispatcher(args):
             return self.dispatch(*args)
         inputs = self.inputs._make(args[:-1])
         form = self.choose(backend, inputs)
@@ -227,7 +227,7 @@ class Operator:
         return empty_output(inputs.q, inputs.v), self.empty_kept(inputs, save)
 
     def empty_kept(self, inputs: Any, save: bool) -> Tensor:
-        """Return a buffer for what the backward reuses."""
+        """Return a buffer for the tensors saved for the backward."""
         k, v = inputs.k, inputs.v
         return k.new_empty(0) if self.empty_saved is None else self.empty_saved(k, v, save)
 
@@ -346,7 +346,7 @@ class Operator:
         # Hooks of saved tensors may give back others, which the operator refuses.
         if form is not None and _shapes(y, saved, *inputs) != ctx.shapes:
             form = None
-        if form is None or torch.is_grad_enabled() or _is_watched((grad, y, saved, *inputs)):
+        if form is None or torch.is_grad_enabled() or _needs_dispatcher((grad, y, saved, *inputs)):
             results = self.backward_operator(grad, y, saved, *inputs, need_bias, backend)
         else:
             results = self.run_backward(form, grad, y, saved, self.inputs._make(inputs), need_bias)
@@ -398,7 +398,7 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     if bias.ndim != len(weights.shape) or bias.shape[-1] != bias.shape[-2]:
         raise ValueError(f'bias must have shape ({", ".join(weights.shape)}) for {name}, got {tuple(bias.shape)}')
     # Kernels read the memory of plain tensors.
-    if _is_watched((bias, v)):
+    if _needs_dispatcher((bias, v)):
         return None
     inputs = weights.inputs(bias, v)
     if not any(form.takes_weights and form.supports(inputs) for form in operation.forms):

@@ -46,13 +46,13 @@ void with_size(int64_t n, F f) {
   if constexpr (N > 1) with_size<N - 1>(n, f);
 }
 
-// Cut a length into pieces of nearly equal size, none above MOST, and call f(first, integral_constant size) for each.
-template <int MOST, typename F>
+// Cut a length into pieces of nearly equal size, none above MAX_SIZE, and call f(first, integral_constant size) for each.
+template <int MAX_SIZE, typename F>
 void in_tiles(int64_t length, F f) {
-  const int64_t count = (length + MOST - 1) / MOST;
+  const int64_t count = (length + MAX_SIZE - 1) / MAX_SIZE;
   for (int64_t i = 0, first = 0; i < count; ++i) {
     const int64_t size = (length - first + count - i - 1) / (count - i);
-    with_size<MOST>(size, [&](auto n) { f(first, n); });
+    with_size<MAX_SIZE>(size, [&](auto n) { f(first, n); });
     first += size;
   }
 }
@@ -134,7 +134,7 @@ struct Heads {
 
 // The lines of maps (H, W) along one axis: the distances between the tokens of a line, and between lines.
 struct Lines {
-  int64_t length, step, count, apart;
+  int64_t length, step, count, line_stride;
 };
 
 // The weights of the lanes of a block along one axis, by the distance from target to source, and from source to target.
@@ -157,7 +157,7 @@ struct Axis {
   void mix(const Vec *x, const std::vector<Vec> &weights, Vec *out) const {
     std::vector<Vec> after;
     in_tiles<ACROSS>(lines.count, [&](int64_t line, auto count) {
-      mix_lines<decltype(count)::value>(x + line * lines.apart, weights, after, out + line * lines.apart);
+      mix_lines<decltype(count)::value>(x + line * lines.line_stride, weights, after, out + line * lines.line_stride);
     });
   }
 
@@ -209,32 +209,32 @@ struct Axis {
   template <int N>
   void add_sources(const Vec *x, int64_t first, int64_t last, Vec *sum) const {
     for (int64_t source = first; source < last; ++source)
-      for (int i = 0; i < N; ++i) sum[i] += x[source * lines.step + i * lines.apart];
+      for (int i = 0; i < N; ++i) sum[i] += x[source * lines.step + i * lines.line_stride];
   }
 
   template <int M, int N>
   void mix_tile(const Vec *x, const Vec *tap, int64_t first, int64_t last, const Vec *beyond, Vec *out) const {
-    const int64_t step = lines.step, apart = lines.apart;
+    const int64_t step = lines.step, line_stride = lines.line_stride;
     Vec sum[M][N];
     for (int j = 0; j < M; ++j)
       for (int i = 0; i < N; ++i) sum[j][i] = beyond[i];
     for (int64_t source = first; source < last; ++source)
       for (int i = 0; i < N; ++i) {
-        const Vec value = x[source * step + i * apart];
+        const Vec value = x[source * step + i * line_stride];
         for (int j = 0; j < M; ++j) sum[j][i] += tap[source - j] * value;
       }
     for (int j = 0; j < M; ++j)
-      for (int i = 0; i < N; ++i) out[j * step + i * apart] = sum[j][i];
+      for (int i = 0; i < N; ++i) out[j * step + i * line_stride] = sum[j][i];
   }
 
   template <int M, int N>
   void add_tile_grad(const Vec *g, const Vec *x, Vec *grad) const {
-    const int64_t step = lines.step, apart = lines.apart;
+    const int64_t step = lines.step, line_stride = lines.line_stride;
     Vec sum[M][N] = {};
     for (int64_t line = 0; line < lines.count; ++line)
       for (int i = 0; i < N; ++i) {
-        const Vec value = g[i * step + line * apart];
-        for (int j = 0; j < M; ++j) sum[j][i] += value * x[j * step + line * apart];
+        const Vec value = g[i * step + line * line_stride];
+        for (int j = 0; j < M; ++j) sum[j][i] += value * x[j * step + line * line_stride];
       }
     for (int j = 0; j < M; ++j)
       for (int i = 0; i < N; ++i) grad[j - i] += sum[j][i];

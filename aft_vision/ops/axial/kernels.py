@@ -9,13 +9,13 @@ the number of tokens of a line in a tile.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, LIMIT
+from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32
 from aft_vision.ops.common.launch import tuned
 from aft_vision.ops.conv.repair_kernels import find_lost, find_slopes, find_terms, load_logits
 
 KEY = ['T', 'heads', 'C', 'ROWS', 'BLOCK']
 TILES = ({'BC': 64}, 4), ({'BC': 128}, 4), ({'BC': 128}, 8), ({'BC': 256}, 8)
-LITTLE = {'BC': 32}
+INTERPRETED_TILE = {'BC': 32}
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def mark_lost(LOST, den, PEAK, head, b, inside, heads):
     """Mark sequences with an underflowed target that may see a source."""
     place = b * heads + head + tl.zeros(den.shape, tl.int64)
     lost = inside & (den < LIMIT)
-    lost = lost & (tl.load(PEAK + place, mask=lost, other=FLOOR) > FLOOR)
+    lost = lost & (tl.load(PEAK + place, mask=lost, other=MIN_FLOAT32) > MIN_FLOAT32)
     tl.store(LOST + place, 1, mask=lost)
 
 
@@ -106,7 +106,7 @@ def store_means(
         tl.store(DEN + (b * T + t) * heads + head, den, mask=inside)
 
 
-@tuned(KEY, LITTLE, *TILES)
+@tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def columns_kernel(
     K, V, MASK, PEAK, W, X, OUT, B, T, heads, C, parts, axis, k_strides, v_strides,
@@ -134,7 +134,7 @@ def columns_kernel(
     tl.store(OUT + place, tl.reshape(sums, [BLOCK, BC // GROUP, GROUP]), mask=inside[:, :, None])
 
 
-@tuned(KEY, LITTLE, *TILES)
+@tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def rows_kernel(
     Q, HALFWAY, PEAK, W, Y, DEN, LOST, B, T, heads, C, parts, axis, q_strides, y_strides,
@@ -157,7 +157,7 @@ def rows_kernel(
     store_means(sums, Q, Y, DEN, LOST, PEAK, q_strides, y_strides, head, b, t, c, inside, T, heads, C, GROUP)
 
 
-@tuned(KEY, LITTLE, *TILES)
+@tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def targets_kernel(
     G, Y, DEN, Q, PEAK, W, DQ, R, OUT, LOST, B, T, heads, C, parts, axis, g_strides, y_strides, q_strides, dq_strides,
@@ -194,7 +194,7 @@ def targets_kernel(
     tl.store(OUT + place, tl.reshape(sums, [BLOCK, BC // GROUP, GROUP]), mask=inside[:, :, None])
 
 
-@tuned(KEY, LITTLE, *TILES)
+@tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def sources_kernel(
     HALFWAY, K, V, MASK, PEAK, W, DK, DV, B, T, heads, C, parts, axis, k_strides, v_strides, dv_strides,
@@ -219,7 +219,7 @@ def sources_kernel(
     tl.store(DK + ((part * B + b) * T + t) * heads + head, tl.sum(sums * v, 2) * ek, mask=inside)
 
 
-@tuned(KEY, LITTLE, ({'BC': 64}, 4), ({'BC': 128}, 4), ({'BC': 64}, 2))
+@tuned(KEY, INTERPRETED_TILE, ({'BC': 64}, 4), ({'BC': 128}, 4), ({'BC': 64}, 2))
 @triton.jit
 def pairs_kernel(
     R, X, OUT, B, T, heads, C, parts, splits, axis,

@@ -30,7 +30,7 @@ from aft_vision.ops.conv.triton import REPAIR, conv_backward, conv_forward, repa
 # The smallest side of a product on tensor cores, and the largest number of tokens of a line in a tile.
 SMALLEST, LARGEST = 16, 32
 # The longest side of a grid whose pairs of tokens are all multiplied, by AFT-conv; and in the interpreter.
-PAIRED, PAIRED_LITTLE = 16, 4
+PAIRED, PAIRED_INTERPRETED = 16, 4
 # With fewer channels per head than this, contiguous pieces of (B, T, D) tensors are shorter than a memory transaction.
 NEIGHBOURS = 8
 # Numbers of columns in a group.
@@ -202,7 +202,7 @@ def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, ne
 
 
 def _is_paired(inputs: AxialInputs) -> bool:
-    return max(inputs.grid) <= (PAIRED_LITTLE if interprets() else PAIRED)
+    return max(inputs.grid) <= (PAIRED_INTERPRETED if interprets() else PAIRED)
 
 
 def _as_conv(inputs: AxialInputs) -> ConvInputs:

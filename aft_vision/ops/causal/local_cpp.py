@@ -22,7 +22,7 @@ from aft_vision.ops.causal.eager import (
 )
 from aft_vision.ops.common import cpp
 from aft_vision.ops.common.cpp import (
-    LEAST,
+    MIN_DENOMINATOR,
     address,
     cast,
     compiled,
@@ -84,13 +84,16 @@ def local_causal_backward(
     fields += (address(d_band, held),)
     with profiled('aft_vision::local_backward'):
         good = compiled().aft_local_causal_backward(
-            pack('aft_local_causal_backward', *fields), ctypes.c_float(HEADROOM), LEAST, torch.get_num_threads()
+            pack('aft_local_causal_backward', *fields),
+            ctypes.c_float(HEADROOM),
+            MIN_DENOMINATOR,
+            torch.get_num_threads(),
         )
     if d_band is not None:
         bias.grad = d_band
     if not good:
         # Compared as in the kernel: in bfloat16 the limit itself would be rounded.
-        lost, s = (den.float() < LEAST.value) & sees_keys(k, mask), gate(q, torch.float32)
+        lost, s = (den.float() < MIN_DENOMINATOR.value) & sees_keys(k, mask), gate(q, torch.float32)
         a = grad.float() if s is None else grad.float() * s
         assert dk is not None
         assert dv is not None
@@ -107,7 +110,7 @@ def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
         good = compiled().aft_local_causal_forward(
             pack('aft_local_causal_forward', *fields),
             ctypes.c_float(HEADROOM),
-            _Limits(LEAST, vanishing_limit(torch.float32, y.shape[1])),
+            _Limits(MIN_DENOMINATOR, vanishing_limit(torch.float32, y.shape[1])),
             torch.get_num_threads(),
         )
     return bool(good)
@@ -115,7 +118,7 @@ def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
 
 def _repair(y: Tensor, den: Tensor, inputs: LocalInputs) -> None:
     # Compute again what has underflowed in y.
-    lost = (den < LEAST.value) & sees_keys(inputs.k, inputs.mask)
+    lost = (den < MIN_DENOMINATOR.value) & sees_keys(inputs.k, inputs.mask)
     ratio = torch.zeros_like(y)
     repair_forward(ratio, inputs, BandBias(inputs.band), lost, 0, None)
     s = gate(inputs.q, y.dtype)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from aft_vision.ops.causal.eager import HEADROOM as _HEADROOM
-from aft_vision.ops.common.kernels import FLOOR, LIMIT, load_keys, load_tile, load_values, mask_if, store_tile
+from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32, load_keys, load_tile, load_values, mask_if, store_tile
 from aft_vision.ops.common.launch import tuned
 
 HEADROOM = tl.constexpr(_HEADROOM)
@@ -108,7 +108,7 @@ def weights_kernel(BAND, WEIGHTS, OLDER, T, window, count, BC: tl.constexpr, BS:
     They are relative to the largest that the target sees; a row of minus infinity sees no source in its window.
     """
     t = tl.program_id(0).to(tl.int64)
-    top = tl.full([BS], FLOOR, tl.float32)
+    top = tl.full([BS], MIN_FLOAT32, tl.float32)
     for start in range(0, window, BS):
         place = start + tl.arange(0, BS)
         inside = mask_if(t < T, (place < window) & (place >= window - 1 - t))
@@ -134,7 +134,7 @@ def summary_kernel(
     c = tl.program_id(1) * BD + tl.arange(0, BD)
     k, v = load_sources(K, V, MASK, b, j * BC + tl.arange(0, BC), c, k_strides, v_strides, T, D)
     finite_peak = tl.max(tl.where(k != k, float('-inf'), k), 0)
-    peak = tl.where(tl.max((k != k).to(tl.int32), 0) > 0, float('nan'), tl.maximum(finite_peak, FLOOR))
+    peak = tl.where(tl.max((k != k).to(tl.int32), 0) > 0, float('nan'), tl.maximum(finite_peak, MIN_FLOAT32))
     ek = tl.exp(k - peak[None, :])
     SUMMARY += (b * blocks + j) * 4 * D + c
     tl.store(SUMMARY, finite_peak, mask=c < D)
@@ -149,8 +149,8 @@ def scan_kernel(K, MASK, SUMMARY, PAST, T, D, blocks, tiles, k_strides, BD: tl.c
     b = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BD + tl.arange(0, BD)
     first = load_keys(K, MASK, b, tl.arange(0, 1), c, k_strides[0], k_strides[1], T, D)
-    past = tl.maximum(tl.max(first, 0), FLOOR)
-    top = tl.full([BD], FLOOR, tl.float32)
+    past = tl.maximum(tl.max(first, 0), MIN_FLOAT32)
+    top = tl.full([BD], MIN_FLOAT32, tl.float32)
     num = tl.zeros([BD], tl.float32)
     den = tl.zeros([BD], tl.float32)
     SUMMARY += b * blocks * 4 * D + c
@@ -158,7 +158,7 @@ def scan_kernel(K, MASK, SUMMARY, PAST, T, D, blocks, tiles, k_strides, BD: tl.c
     for j in tl.range(0, blocks, num_stages=STAGES):
         # The block that now is before all that are weighted individually.
         leaving, leaves = SUMMARY + (j - tiles) * 4 * D, mask_if(j >= tiles, c < D)
-        peak = tl.load(leaving + D, mask=leaves, other=FLOOR)
+        peak = tl.load(leaving + D, mask=leaves, other=MIN_FLOAT32)
         new = larger(top, peak)
         num = num * tl.exp(top - new) + tl.load(leaving + 2 * D, mask=leaves, other=0.0) * tl.exp(peak - new)
         den = den * tl.exp(top - new) + tl.load(leaving + 3 * D, mask=leaves, other=0.0) * tl.exp(peak - new)

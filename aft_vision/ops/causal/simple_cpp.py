@@ -13,8 +13,8 @@ def simple_causal_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:
     """Return y and the denominators (AFT Eq. 5, causal)."""
     out, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
     y, bottom = float_output(out), float_output(den)
-    held: list[Tensor] = []
-    fields = *_call(inputs, held), *tokens(y, held), *tokens(bottom if save else None, held)
+    keep_alive: list[Tensor] = []
+    fields = *_call(inputs, keep_alive), *tokens(y, keep_alive), *tokens(bottom if save else None, keep_alive)
     with profiled('aft_vision::scan_forward'):
         compiled().aft_simple_causal_forward(pack('aft_simple_causal_forward', *fields), torch.get_num_threads())
     return (out if y is out else out.copy_(y)), (den if bottom is den else den.copy_(bottom))
@@ -25,16 +25,16 @@ def simple_causal_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: Qkv, ne
     """Return the gradients of q, k and v."""
     q, k, v, _ = inputs
     found = [None if x is None else float_buffer(x.shape) for x in (q, k, v)]
-    held: list[Tensor] = []
-    fields = _call(inputs, held)
+    keep_alive: list[Tensor] = []
+    fields = _call(inputs, keep_alive)
     for x in (grad, y, den, *found):
-        fields += tokens(x, held)
+        fields += tokens(x, keep_alive)
     with profiled('aft_vision::scan_backward'):
         compiled().aft_simple_causal_backward(pack('aft_simple_causal_backward', *fields), torch.get_num_threads())
     return cast(found, (q, k, v), k)
 
 
-def _call(inputs: Qkv, held: list[Tensor]) -> tuple[int, ...]:
-    # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
+def _call(inputs: Qkv, keep_alive: list[Tensor]) -> tuple[int, ...]:
+    # The fields of `Call` in C++; `keep_alive` gets the tensors that must outlive the call.
     q, k, v, mask = inputs
-    return *v.shape, *tokens(q, held), *tokens(k, held), *tokens(v, held), address(mask, held)
+    return *v.shape, *tokens(q, keep_alive), *tokens(k, keep_alive), *tokens(v, keep_alive), address(mask, keep_alive)

@@ -12,13 +12,13 @@ part.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, load_keys, load_row, load_tile, load_values, store_tile
+from aft_vision.ops.common.kernels import MIN_FLOAT32, load_keys, load_row, load_tile, load_values, store_tile
 from aft_vision.ops.common.launch import tuned
 
 # Tokens of a group with a common largest key for the backward, whose blocks have whole groups.
 GROUP = tl.constexpr(16)
 TILES = ({'BT': 16, 'BD': 32}, 1), ({'BT': 32, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4), ({'BT': 64, 'BD': 32}, 4)
-LITTLE = {'BT': 16, 'BD': 4}
+INTERPRETED_TILE = {'BT': 16, 'BD': 4}
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def store_sums(SUMS, reference, den, num, b, part, c, parts, D):
 def summary_kernel(K, V, MASK, PAST, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
     """Store the largest key and the sums of each part; strides are those of q, k and v."""
     b, part, c, first, end = find_part(T, D, length, BD)
-    peak = tl.full([BD], FLOOR, tl.float32)
+    peak = tl.full([BD], MIN_FLOAT32, tl.float32)
     num = tl.zeros([BD], tl.float32)
     den = tl.zeros([BD], tl.float32)
     for start in range(first, end, BT):
@@ -102,7 +102,7 @@ def scan_kernel(SUMS, D, parts, REVERSE: tl.constexpr, BD: tl.constexpr):
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
-    reference = tl.full([BD], -FLOOR if REVERSE else FLOOR, tl.float32)
+    reference = tl.full([BD], -MIN_FLOAT32 if REVERSE else MIN_FLOAT32, tl.float32)
     den = tl.zeros([BD], tl.float32)
     num = tl.zeros([BD], tl.float32)
     for i in range(0, parts):
@@ -115,12 +115,12 @@ def scan_kernel(SUMS, D, parts, REVERSE: tl.constexpr, BD: tl.constexpr):
             reference, den, num = merge(reference, den, num, own, own_den, own_num)
 
 
-@tuned(['T', 'D'], LITTLE, *TILES)
+@tuned(['T', 'D'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def forward_kernel(Q, K, V, MASK, PAST, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
     """Compute y, and the denominators if DEN is given; strides of q, k and v."""
     b, part, c, first, end = find_part(T, D, length, BD)
-    past_peak = tl.full([BD], FLOOR, tl.float32)
+    past_peak = tl.full([BD], MIN_FLOAT32, tl.float32)
     past_den = tl.zeros([BD], tl.float32)
     past_num = tl.zeros([BD], tl.float32)
     if PAST is not None:
@@ -129,8 +129,8 @@ def forward_kernel(Q, K, V, MASK, PAST, Y, DEN, T, D, length, strides, BT: tl.co
         t = start + tl.arange(0, BT)
         k = load_keys(K, MASK, b, t, c, strides[2], strides[3], T, D)
         v = load_tile(V, b, t, c, strides[4], strides[5], T, D)
-        hidden = k < FLOOR
-        own = (tl.where(hidden, FLOOR, k), tl.where(hidden, 0.0, 1.0), tl.where(hidden, 0.0, v))
+        hidden = k < MIN_FLOAT32
+        own = (tl.where(hidden, MIN_FLOAT32, k), tl.where(hidden, 0.0, 1.0), tl.where(hidden, 0.0, v))
         peak, den, num = tl.associative_scan(own, 0, merge)
         peak, den, num = merge(past_peak[None, :], past_den[None, :], past_num[None, :], peak, den, num)
         past_peak, past_den, past_num = row(peak, BT - 1, BT), row(den, BT - 1, BT), row(num, BT - 1, BT)
@@ -150,7 +150,7 @@ def group_kernel(K, MASK, PEAKS, T, D, k_batch, k_token, BD: tl.constexpr):
     b = (tl.program_id(0) // (tiles * groups)).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
     k = load_keys(K, MASK, b, group * GROUP + tl.arange(0, GROUP), c, k_batch, k_token, T, D)
-    tl.store(PEAKS + (b * (groups + 1) + group + 1) * D + c, tl.maximum(tl.max(k, 0), FLOOR), mask=c < D)
+    tl.store(PEAKS + (b * (groups + 1) + group + 1) * D + c, tl.maximum(tl.max(k, 0), MIN_FLOAT32), mask=c < D)
 
 
 @triton.jit
@@ -164,10 +164,10 @@ def load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides):
         s = tl.sigmoid(load_tile(Q, b, t, c, strides[2], strides[3], T, D))
         dq = gy * (1.0 - s)
         g *= s
-    past = load_row(PEAKS, b, start // GROUP, c, (tl.cdiv(T, GROUP) + 1) * D, D, D, FLOOR)
+    past = load_row(PEAKS, b, start // GROUP, c, (tl.cdiv(T, GROUP) + 1) * D, D, D, MIN_FLOAT32)
     peak = tl.maximum(tl.associative_scan(k, 0, larger), past[None, :])
     # Tokens beyond the sequence must not lower the reference.
-    peak = tl.where((t < T)[:, None], peak, -FLOOR)
+    peak = tl.where((t < T)[:, None], peak, -MIN_FLOAT32)
     den = load_tile(DEN, b, t, c, T * D, D, T, D)
     top = tl.where(den == 0.0, 0.0, 1.0 / tl.where(den == 0.0, 1.0, den))
     return k, peak, -gy * top, g * top, dq
@@ -179,7 +179,7 @@ def gradient_summary_kernel(
 ):  # fmt: skip
     """Compute the gradients of the sums of each part, relative to the largest key up to its first token."""
     b, part, c, first, end = find_part(T, D, length, BD)
-    reference = tl.full([BD], -FLOOR, tl.float32)
+    reference = tl.full([BD], -MIN_FLOAT32, tl.float32)
     d_den = tl.zeros([BD], tl.float32)
     d_num = tl.zeros([BD], tl.float32)
     for start in range(first, end, BT):
@@ -192,7 +192,7 @@ def gradient_summary_kernel(
     store_sums(NEXT, reference, d_den, d_num, b, part, c, tl.cdiv(T, length), D)
 
 
-@tuned(['T', 'D'], LITTLE, *TILES)
+@tuned(['T', 'D'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def backward_kernel(
     G, Y, DEN, Q, K, V, MASK, PEAKS, NEXT, DQ, DK, DV, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
@@ -202,7 +202,7 @@ def backward_kernel(
     PEAKS: (B, 1 + groups, D), the largest key before every group.
     """
     b, part, c, first, end = find_part(T, D, length, BD)
-    next_peak = tl.full([BD], -FLOOR, tl.float32)
+    next_peak = tl.full([BD], -MIN_FLOAT32, tl.float32)
     next_d_den = tl.zeros([BD], tl.float32)
     next_d_num = tl.zeros([BD], tl.float32)
     if NEXT is not None:

@@ -14,7 +14,7 @@ from aft_vision.ops.causal.simple_kernels import (
     summary_kernel,
 )
 from aft_vision.ops.common.inputs import Qkv, empty_denominator, empty_output
-from aft_vision.ops.common.kernels import FLOOR
+from aft_vision.ops.common.kernels import MIN_FLOAT32
 from aft_vision.ops.common.launch import as_bytes, launching, like, rows, strides
 
 # Channels of a program that finds the largest key of a group.
@@ -54,7 +54,7 @@ def simple_causal_backward(
     y, den = y.contiguous(), den.contiguous()
     dq, dk, dv = None if q is None else like(q), like(k), like(v)
     groups = triton.cdiv(T, GROUP.value)
-    peaks = torch.full((B, 1 + groups, D), FLOOR.value, dtype=torch.float32, device=k.device)
+    peaks = torch.full((B, 1 + groups, D), MIN_FLOAT32.value, dtype=torch.float32, device=k.device)
     length, parts = _cut(v)
     following, steps = _sums(v, parts), strides(grad, q, k, v)
     with launching('simple_causal_backward', v):

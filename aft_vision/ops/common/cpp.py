@@ -36,7 +36,7 @@ CPU = torch.device('cpu')
 # One context for all calls without a profile.
 _UNPROFILED = nullcontext()
 # A denominator below this has lost digits.
-LEAST = ctypes.c_float(UNDERFLOW[torch.float32])
+MIN_DENOMINATOR = ctypes.c_float(UNDERFLOW[torch.float32])
 
 
 class Kernels(ctypes.CDLL):
@@ -144,41 +144,41 @@ def check_size(function: str, size: int) -> None:
         raise RuntimeError(f'{function} needs a struct of {expected} bytes, got {size}: its fields differ in C++')
 
 
-def address(x: Tensor | None, held: list[Tensor]) -> int:
-    """Return the address of a contiguous tensor, 0 without one; a copy is kept in `held`, for as long as the call."""
+def address(x: Tensor | None, keep_alive: list[Tensor]) -> int:
+    """Return the address of a contiguous tensor, 0 without one; a copy is appended to `keep_alive`."""
     if x is None:
         return 0
     if not x.is_contiguous():
         x = x.contiguous()
-        held.append(x)
+        keep_alive.append(x)
     return x.data_ptr()
 
 
-def floats(x: Tensor, held: list[Tensor]) -> int:
+def floats(x: Tensor, keep_alive: list[Tensor]) -> int:
     """Return the address of a contiguous tensor in float32, as `address` does."""
     if x.dtype is not torch.float32:
         x = x.float()
-        held.append(x)
-    return address(x, held)
+        keep_alive.append(x)
+    return address(x, keep_alive)
 
 
-def tokens(x: Tensor | None, held: list[Tensor]) -> tuple[int, int, int]:
+def tokens(x: Tensor | None, keep_alive: list[Tensor]) -> tuple[int, int, int]:
     """Return the fields of `Tokens` for a tensor (B, T, D), zeros without one.
 
     It is read where it is if it is float32 and its channels are neighbours, as in a part of a fused projection; else a
-    copy is kept in `held`, for as long as the call.
+    copy is kept in `keep_alive`, for as long as the call.
     """
     if x is None:
         return 0, 0, 0
     batch, token, channel = x.stride()
     if channel != 1 or x.dtype is not torch.float32:
         x = x.float().contiguous()
-        held.append(x)
+        keep_alive.append(x)
         batch, token, _ = x.stride()
     return x.data_ptr(), batch, token
 
 
-def stream(x: Tensor | None, held: list[Tensor]) -> tuple[int, int, int, bool]:
+def stream(x: Tensor | None, keep_alive: list[Tensor]) -> tuple[int, int, int, bool]:
     """Return the fields of `Stream`: those of `Tokens`, and whether the tensor is bfloat16, which is read as it is."""
     if x is None:
         return 0, 0, 0, False
@@ -186,7 +186,7 @@ def stream(x: Tensor | None, held: list[Tensor]) -> tuple[int, int, int, bool]:
     narrow = x.dtype is torch.bfloat16
     if channel != 1 or not (narrow or x.dtype is torch.float32):
         x = x.contiguous() if narrow else x.float().contiguous()
-        held.append(x)
+        keep_alive.append(x)
         batch, token, _ = x.stride()
     return x.data_ptr(), batch, token, narrow
 
@@ -207,14 +207,14 @@ def profiled(name: str) -> AbstractContextManager[object]:
 
 
 def run_forward(
-    name: str, inputs: Inputs, fields: Sequence[int], held: list[Tensor], save: bool
+    name: str, inputs: Inputs, fields: Sequence[int], keep_alive: list[Tensor], save: bool
 ) -> tuple[Tensor, Tensor | None] | None:
     """Run the forward of a form whose terms are all positive.
 
     Args:
         name: of the function, aft_NAME_forward, and in a profile.
         fields: of `Call` in C++, which the streams of y and of the denominators follow.
-        held: the tensors of `fields` that must outlive the call.
+        keep_alive: the tensors of `fields` that must outlive the call.
 
     Returns:
         y and, if they are saved, the denominators; None where one has lost digits.
@@ -222,10 +222,10 @@ def run_forward(
     out = empty_output(inputs.q, inputs.v)
     den = empty_denominator(inputs.k, inputs.v, save) if save else None
     y = narrow_output(out)
-    fields = *fields, *stream(y, held), *stream(den, held)
+    fields = *fields, *stream(y, keep_alive), *stream(den, keep_alive)
     function = f'aft_{name}_forward'
     with profiled(f'aft_vision::{name}_forward'):
-        good = getattr(compiled(), function)(pack(function, *fields), LEAST, torch.get_num_threads())
+        good = getattr(compiled(), function)(pack(function, *fields), MIN_DENOMINATOR, torch.get_num_threads())
     return (out if y is out else out.copy_(y), den) if good else None
 
 
@@ -234,13 +234,13 @@ def run_backward(
     results: Sequence[Tensor],
     inputs: Inputs,
     fields: Sequence[int],
-    held: list[Tensor],
+    keep_alive: list[Tensor],
     sums: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...] | None:
     """Run the backward of a form whose terms are all positive.
 
     Args:
-        name, fields, held: as of `run_forward`.
+        name, fields, keep_alive: as of `run_forward`.
         results: grad, y and the denominators.
         sums: buffers for gradients of the bias, None for those that nobody asks for.
 
@@ -249,11 +249,11 @@ def run_backward(
     """
     found = tuple(narrow_like(x) for x in (inputs.q, inputs.k, inputs.v))
     for x in (*results, *found):
-        fields = *fields, *stream(x, held)
-    fields = *fields, *(address(x, held) for x in sums)
+        fields = *fields, *stream(x, keep_alive)
+    fields = *fields, *(address(x, keep_alive) for x in sums)
     function = f'aft_{name}_backward'
     with profiled(f'aft_vision::{name}_backward'):
-        good = getattr(compiled(), function)(pack(function, *fields), LEAST, torch.get_num_threads())
+        good = getattr(compiled(), function)(pack(function, *fields), MIN_DENOMINATOR, torch.get_num_threads())
     return found if good else None
 
 

@@ -77,10 +77,10 @@ def empty_output(q: Tensor | None, v: Tensor) -> Tensor:
 
 
 def empty_denominator(k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """Return a buffer for the denominators (B, T, h) that the backward reuses, empty if they are not saved."""
+    """Return a buffer for the denominators (B, T, h) saved for the backward, empty if they are not saved."""
     return k.new_empty(k.shape if save else 0, dtype=product_dtype(v))
 
 
 def empty_context(k: Tensor, v: Tensor, save: bool) -> Tensor:
-    """Return a buffer for the context (B, 1, D) that the backward reuses; empty if it is not saved."""
+    """Return a buffer for the context (B, 1, D) saved for the backward; empty if it is not saved."""
     return torch.empty((v.shape[0], 1, v.shape[2]) if save else (0,), dtype=accumulate_dtype(v), device=v.device)

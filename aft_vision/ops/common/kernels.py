@@ -8,7 +8,7 @@ from torch import Tensor
 from aft_vision.ops.common import launch
 from aft_vision.ops.common.launch import strides, tuned
 
-FLOOR = tl.constexpr(launch.FLOOR)
+MIN_FLOAT32 = tl.constexpr(launch.MIN_FLOAT32)
 # A denominator below this has lost precision by underflow; its elements are recomputed by a joint softmax.
 LIMIT = tl.constexpr(launch.LIMIT)
 
@@ -72,7 +72,7 @@ def peak_kernel(K, MASK, PEAK, LOST, T, D, strides, BT: tl.constexpr, BD: tl.con
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = tl.program_id(0) % tiles * BD + tl.arange(0, BD)
-    peak = tl.full([BD], FLOOR, tl.float32)
+    peak = tl.full([BD], MIN_FLOAT32, tl.float32)
     for start in range(0, T, BT):
         t = start + tl.arange(0, BT)
         peak = tl.maximum(peak, tl.max(load_keys(K, MASK, b, t, c, strides[0], strides[1], T, D), 0))

@@ -35,11 +35,11 @@ CAPABILITY = (8, 0)
 # The largest size of the grid dimension of the sequences.
 SEQUENCES = 65535
 # Below every key, but finite, so that no difference of references is NaN.
-FLOOR = torch.finfo(torch.float32).min
+MIN_FLOAT32 = torch.finfo(torch.float32).min
 # Matrices have sides of a multiple of this: rows of 16 bytes in half types.
 ALIGNED = 8
 # The longest sequences of kernels that take whole ones; and in the interpreter.
-WHOLE, WHOLE_LITTLE = 256, 16
+WHOLE, WHOLE_INTERPRETED = 256, 16
 # Offsets in a sequence and in a bias are 32-bit integers; half of their range, because tiles extend beyond the end.
 ELEMENTS = 1 << 30
 
@@ -250,7 +250,7 @@ def whole_length(tokens: int, product: torch.dtype) -> int:
 
     It takes short ones with bfloat16 products: with float32 they do not fit the shared memory of every GPU.
     """
-    least, most = (8, WHOLE_LITTLE) if interprets() else (64, WHOLE)
+    least, most = (8, WHOLE_INTERPRETED) if interprets() else (64, WHOLE)
     fits = tokens <= most and (product == torch.bfloat16 or interprets())
     return max(least, 1 << (tokens - 1).bit_length()) if fits else 0
 

@@ -18,9 +18,9 @@ def locked(path: Path) -> Iterator[bool]:
     Not every operating system and network file system supports them. A lock is released when its process ends.
     """
     with path.open('w') as file:
-        held = False
+        acquired = False
         if _fcntl is not None:
             with contextlib.suppress(OSError):
                 _fcntl.flock(file, _fcntl.LOCK_EX)
-                held = True
-        yield held
+                acquired = True
+        yield acquired

@@ -44,7 +44,7 @@ UNVERIFIED = (
 )
 
 # Other errors of a lack of memory: of Triton, which loads kernels past torch's allocator, and of cuBLAS.
-LACKS = ('out of memory', 'ALLOC_FAILED')
+OUT_OF_MEMORY_MESSAGES = ('out of memory', 'ALLOC_FAILED')
 # The result, and the gradients of q, k, v and the biases, of which AFT-axial has two.
 PARTS = ('y', 'dq', 'dk', 'dv', 'dbias', 'dbias of columns')
 
@@ -118,8 +118,8 @@ def _decide(operation: Operation, types: Types, device: torch.device) -> str | N
     if torch.jit.is_tracing() or torch.compiler.is_compiling() or is_capturing(device):
         return UNVERIFIED
     try:
-        with _locked(device) as held:
-            if not held:
+        with _locked(device) as acquired:
+            if not acquired:
                 return find_failure(operation, types, device)
             found = read_record(device)
             if _is_finished(found, entry):
@@ -216,7 +216,7 @@ def find_failure(
         raise
     # Compilers, drivers and kernels raise errors of any kind.
     except Exception as error:
-        if any(words in str(error) for words in LACKS):
+        if any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES):
             raise torch.OutOfMemoryError(first_line(error)) from error
         if is_lost(device):
             raise AcceleratorError(first_line(error)) from error
@@ -373,5 +373,5 @@ def _locked(device: torch.device) -> Iterator[bool]:
     # If processes start together, one compares and the others wait.
     path = record_path(device).with_suffix('.lock')
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path) as held:
-        yield held
+    with locked(path) as acquired:
+        yield acquired

@@ -11,8 +11,8 @@ namespace {
 
 // A head's columns fill strips better the more sequences lie next to each other, and the channels of several heads fill
 // vectors.
-constexpr int64_t MOST_COLUMNS = 160, MOST_BYTES = 3200 << 10, LEAST_CHANNELS = 3 * LANES;
-constexpr double MOSTLY = 0.75;
+constexpr int64_t MAX_COLUMNS = 160, MAX_BYTES = 3200 << 10, MIN_CHANNELS = 3 * LANES;
+constexpr double MIN_FILL = 0.75;
 
 int64_t parts_of(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
@@ -32,10 +32,10 @@ struct Shape {
 struct Cut {
   int64_t images, heads;
 
-  Cut(const Shape &s, int threads) : heads(std::min(s.heads, parts_of(LEAST_CHANNELS, s.per_head))) {
+  Cut(const Shape &s, int threads) : heads(std::min(s.heads, parts_of(MIN_CHANNELS, s.per_head))) {
     for (;; heads = parts_of(heads, 2)) {
       images = fullest(s);
-      if (heads == 1 || (full(s, images) >= MOSTLY && parts_of(s.batch, images) * parts_of(s.heads, heads) >= threads))
+      if (heads == 1 || (full(s, images) >= MIN_FILL && parts_of(s.batch, images) * parts_of(s.heads, heads) >= threads))
         return;
     }
   }
@@ -53,7 +53,7 @@ struct Cut {
   }
 
   int64_t fullest(const Shape &s) const {
-    const int64_t columns = std::min(MOST_COLUMNS, MOST_BYTES / 4 / (s.tokens() * heads));
+    const int64_t columns = std::min(MAX_COLUMNS, MAX_BYTES / 4 / (s.tokens() * heads));
     const int64_t most = std::max<int64_t>(1, std::min(s.batch, columns / (s.per_head + 1)));
     int64_t found = 1;
     for (int64_t i = 2; i <= most; ++i)

@@ -27,8 +27,8 @@ from aft_vision.ops.conv.eager import ConvInputs
 
 def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor | None]:
     """Return y and the denominators (AFT Eq. 6)."""
-    held: list[Tensor] = []
-    return run_forward('conv', inputs, _call(inputs, held), held, save) or conv.conv_forward(inputs, save)
+    keep_alive: list[Tensor] = []
+    return run_forward('conv', inputs, _call(inputs, keep_alive), keep_alive, save) or conv.conv_forward(inputs, save)
 
 
 def conv_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool) -> tuple[Tensor, ...]:
@@ -37,23 +37,23 @@ def conv_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need
     if need_bias:
         parts = (torch.get_num_threads(), len(kernel), _words(inputs.grid))
         d_table, d_kernel = torch.zeros(parts, dtype=torch.float32, device='cpu'), float_buffer(kernel.shape)
-    held: list[Tensor] = []
-    found = run_backward('conv', (grad, y, den), inputs, _call(inputs, held), held, (d_table, d_kernel))
+    keep_alive: list[Tensor] = []
+    found = run_backward('conv', (grad, y, den), inputs, _call(inputs, keep_alive), keep_alive, (d_table, d_kernel))
     if found is None:
         return conv.conv_backward(grad, y, den, inputs, need_bias)
     return cast((*found, d_kernel), inputs[:4], inputs.k)
 
 
-def _call(inputs: ConvInputs, held: list[Tensor]) -> tuple[int, ...]:
-    # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
+def _call(inputs: ConvInputs, keep_alive: list[Tensor]) -> tuple[int, ...]:
+    # The fields of `Call` in C++; `keep_alive` gets the tensors that must outlive the call.
     q, k, v, kernel, (height, width), mask, global_context = inputs
     (batch, _, channels), (heads, size, _) = v.shape, kernel.shape
     pairs, words = operands(v) == PAIRS, _words((height, width))
     scratch = float_buffer(heads * (words + 1) + k.numel())
-    held.append(scratch)
-    sizes = batch, height, width, channels, heads, floats(kernel, held), size, global_context, pairs, words
-    streams = *stream(q, held), *stream(k, held), *stream(v, held)
-    return *sizes, scratch.data_ptr(), *streams, address(mask, held)
+    keep_alive.append(scratch)
+    sizes = batch, height, width, channels, heads, floats(kernel, keep_alive), size, global_context, pairs, words
+    streams = *stream(q, keep_alive), *stream(k, keep_alive), *stream(v, keep_alive)
+    return *sizes, scratch.data_ptr(), *streams, address(mask, keep_alive)
 
 
 def _words(grid: Sequence[int]) -> int:

@@ -7,12 +7,12 @@ that of all sources outside the window. Elements are (targets, sources, channels
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, LIMIT
+from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32
 from aft_vision.ops.common.launch import tuned
 from aft_vision.ops.conv.kernels import find_most, load_terms, load_window, store_results
 
 # Targets, sources and channels of a tile in the interpreter, and on a GPU with the number of warps.
-LITTLE = {'BT': 4, 'BS': 8, 'BD': 16}
+INTERPRETED_TILE = {'BT': 4, 'BS': 8, 'BD': 16}
 TILES = ({'BT': 16, 'BS': 8, 'BD': 32}, 4), ({'BT': 16, 'BS': 16, 'BD': 32}, 8), ({'BT': 32, 'BS': 8, 'BD': 32}, 8)
 
 
@@ -35,7 +35,7 @@ def find_shift(t, s, width, size):
     return tl.where((dy >= 0) & (dy < size) & (dx >= 0) & (dx < size), dy * size + dx, size * size)
 
 
-@tuned(['T', 'D', 'size'], LITTLE, *TILES)
+@tuned(['T', 'D', 'size'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def direct_kernel(
     Q, K, V, MASK, PEAK, TABLE, Y, DEN, LOST, B, T, D, width, size, q_strides, k_strides, v_strides, y_strides,
@@ -64,5 +64,5 @@ def direct_kernel(
     num, den = tl.sum(num, 1), tl.sum(den, 1)
     inside = inside & (t < T)[:, None]
     store_results(num, den, Q, Y, DEN, q_strides, y_strides, den_strides, b, t[:, None], channel, 0, inside, 1)
-    peak = tl.load(PEAK + b * D + channel, mask=inside, other=FLOOR)
-    tl.store(LOST + b * D + channel + 0 * t[:, None], 1, mask=inside & (den < LIMIT) & (peak > FLOOR))
+    peak = tl.load(PEAK + b * D + channel, mask=inside, other=MIN_FLOAT32)
+    tl.store(LOST + b * D + channel + 0 * t[:, None], 1, mask=inside & (den < LIMIT) & (peak > MIN_FLOAT32))

@@ -9,7 +9,7 @@ those of the first of `heads` of its `total` heads.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, LIMIT, mask_if
+from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32, mask_if
 
 
 @triton.jit
@@ -118,13 +118,13 @@ def find_most(WINDOW, head, T, width, BLOCK: tl.constexpr):
     height = T // width
     reach_y, reach_x = tl.minimum(reach, height - 1), tl.minimum(reach, width - 1)
     columns = 2 * reach_x + 1
-    most = tl.full([BLOCK], FLOOR, tl.float32)
+    most = tl.full([BLOCK], MIN_FLOAT32, tl.float32)
     if (reach_y < height - 1) | (reach_x < width - 1):
         most = tl.maximum(most, WINDOW.outside)
     for start in range(0, (2 * reach_y + 1) * columns, BLOCK):
         i = start + tl.arange(0, BLOCK)
         w = load_window(WINDOW, head, i // columns - reach_y, i % columns - reach_x)
-        most = tl.maximum(most, tl.where(i < (2 * reach_y + 1) * columns, w, FLOOR))
+        most = tl.maximum(most, tl.where(i < (2 * reach_y + 1) * columns, w, MIN_FLOAT32))
     return tl.max(most, 0)
 
 
@@ -165,8 +165,8 @@ def results_kernel(
     den = tl.load(place + C * B, mask=inside, other=1.0)
     num = tl.load(place + c * B, mask=inside & (c < C), other=0.0)
     store_results(num, den, Q, Y, DEN, q_strides, y_strides, den_strides, b, t, h, c, inside, C)
-    peak = tl.load(PEAK + b * total + h, mask=inside, other=FLOOR)
-    tl.store(LOST + b * total + h, 1, mask=(den < LIMIT) & (peak > FLOOR))
+    peak = tl.load(PEAK + b * total + h, mask=inside, other=MIN_FLOAT32)
+    tl.store(LOST + b * total + h, 1, mask=(den < LIMIT) & (peak > MIN_FLOAT32))
 
 
 @triton.jit
@@ -184,8 +184,8 @@ def targets_kernel(
     place = SLOPES + (h * length + t) * columns + b
     tl.store(place + c * B, d_num, mask=inside & (c < C))
     tl.store(place + C * B, d_den, mask=inside)
-    peak = tl.load(PEAK + b * total + h, mask=inside, other=FLOOR)
-    tl.store(LOST + b * total + h, 1, mask=seen & lost & (peak > FLOOR))
+    peak = tl.load(PEAK + b * total + h, mask=inside, other=MIN_FLOAT32)
+    tl.store(LOST + b * total + h, 1, mask=seen & lost & (peak > MIN_FLOAT32))
 
 
 @triton.jit

@@ -9,13 +9,13 @@ overflows.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, load_keys, load_tile, load_values, store_tile
+from aft_vision.ops.common.kernels import MIN_FLOAT32, load_keys, load_tile, load_values, store_tile
 from aft_vision.ops.common.launch import tuned
 
 TILES = ({'BT': 32, 'BD': 32}, 4), ({'BT': 64, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4), ({'BT': 64, 'BD': 64}, 8)
 # For the backward, which needs more registers: with fewer warps tiles spill.
 BACKWARD_TILES = ({'BT': 32, 'BD': 32}, 4), ({'BT': 64, 'BD': 32}, 8), ({'BT': 32, 'BD': 64}, 8)
-LITTLE = {'BT': 8, 'BD': 8}
+INTERPRETED_TILE = {'BT': 8, 'BD': 8}
 
 
 @triton.jit
@@ -43,8 +43,8 @@ def shift(t, dy, dx, c, H, W, D):
 @triton.jit
 def pool(K, V, MASK, b, c, strides, CHANNELS, T, D, BT: tl.constexpr, BD: tl.constexpr):
     """Find the top's key and position, the second largest key relative to it, the top's value, and the other sums."""
-    top = tl.full([BD], FLOOR, tl.float32)
-    second = tl.full([BD], FLOOR, tl.float32)
+    top = tl.full([BD], MIN_FLOAT32, tl.float32)
+    second = tl.full([BD], MIN_FLOAT32, tl.float32)
     place = tl.full([BD], -1, tl.int32)
     for start in range(0, T, BT):
         t = start + tl.arange(0, BT)
@@ -92,7 +92,7 @@ def weigh(k, v, w, is_top, second, value, den, num):
     return share * v + inverse * others_num, inverse * (others * v - others_num), share, inverse
 
 
-@tuned(['T', 'D'], LITTLE, *TILES)
+@tuned(['T', 'D'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def forward_kernel(
     Q, K, V, MASK, DY, DX, WEIGHT, Y, T, D, H, W, CHANNELS, strides, BT: tl.constexpr, BD: tl.constexpr
@@ -128,7 +128,7 @@ def load_source(G, Q, K, V, MASK, b, t, dy, dx, c, top, strides, T, D, H, W, CHA
     return k, v, a
 
 
-@tuned(['T', 'D'], LITTLE, *BACKWARD_TILES)
+@tuned(['T', 'D'], INTERPRETED_TILE, *BACKWARD_TILES)
 @triton.jit
 def backward_kernel(
     G, Y, Q, K, V, MASK, DY, DX, WEIGHT, DQ, DK, DV, DW, T, D, H, W, CHANNELS, strides,
@@ -162,24 +162,24 @@ def backward_kernel(
         gone = tl.sum(tl.where(has_source, 0.0, g), 0) / all_den
         k, v, a = load_source(G, Q, K, V, MASK, b, t, dy, dx, c, top, strides, T, D, H, W, CHANNELS)
         is_top = t[:, None] == place[None, :]
-        mean, apart, share, inverse = weigh(k, v, w, is_top, second, value, den, num)
+        mean, difference, share, inverse = weigh(k, v, w, is_top, second, value, den, num)
         a_top = tl.where(is_top, a * inverse, 0.0)
         a_other = tl.where(is_top, 0.0, a * inverse)
         d_num += tl.sum(a_other, 0) + gone
         d_den += tl.sum(a_other * mean, 0) + gone * whole
         top_num += tl.sum(a_top, 0)
         top_den += tl.sum(a_top * mean, 0)
-        dw += tl.sum(a * share * apart, 0)
+        dw += tl.sum(a * share * difference, 0)
     tl.store(DW + b * D + c, dw, mask=c < D)
     for start in range(0, T, BT):
         t = start + tl.arange(0, BT)
         k, v, a = load_source(G, Q, K, V, MASK, b, t, dy, dx, c, top, strides, T, D, H, W, CHANNELS)
         is_top = t[:, None] == place[None, :]
-        mean, apart, share, inverse = weigh(k, v, w, is_top, second, value, den, num)
+        mean, difference, share, inverse = weigh(k, v, w, is_top, second, value, den, num)
         a_other = tl.where(is_top, 0.0, a * inverse)
         ek = tl.exp(k)
         ek_top = tl.where(is_top, 0.0, tl.exp(k - second[None, :]))
         u_num = ek * (d_num[None, :] - a_other) + ek_top * top_num[None, :]
         u_den = ek * (d_den[None, :] - a_other * mean) + ek_top * top_den[None, :]
         store_tile(DV, u_num + share * a, b, t, c, T, D)
-        store_tile(DK, u_num * v - u_den + share * a * apart, b, t, c, T, D)
+        store_tile(DK, u_num * v - u_den + share * a * difference, b, t, c, T, D)

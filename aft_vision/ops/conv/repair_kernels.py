@@ -8,7 +8,7 @@ so that no digits of a large key are lost.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, LIMIT, find_seen
+from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32, find_seen
 from aft_vision.ops.conv.kernels import find_columns, find_near, load_bias, store_band
 
 FLAGS = tl.constexpr(128)
@@ -58,7 +58,7 @@ def load_logits(K, MASK, BIAS, strides, b, head, t, s, T, width):
 @triton.jit
 def find_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS: tl.constexpr):
     """Return for each target key and bias of its largest term, and the sum of terms relative to it."""
-    base = tl.full([t.shape[0]], FLOOR, tl.float32)
+    base = tl.full([t.shape[0]], MIN_FLOAT32, tl.float32)
     bias = tl.zeros([t.shape[0]], tl.float32)
     for start in range(0, T, BS):
         k, w = load_logits(K, MASK, BIAS, strides, b, head, t, start + tl.arange(0, BS), T, width)

@@ -39,16 +39,16 @@ from aft_vision.ops.conv.kernels import (
     weights_kernel,
     window_kernel,
 )
-from aft_vision.ops.conv.whole_kernels import LITTLE, TILES, whole_results_kernel, whole_sources_kernel
+from aft_vision.ops.conv.whole_kernels import INTERPRETED_TILE, TILES, whole_results_kernel, whole_sources_kernel
 
 # The fewest channels of a head whose product is in a kernel of whole sequences.
 NARROWEST = 4
 # The most sequences with a head per channel that are summed directly; and in the interpreter.
-DIRECT, DIRECT_LITTLE = 4, 2
+DIRECT, DIRECT_INTERPRETED = 4, 2
 # Elements of a tile, of which so many sequences at most, and of the matrices of weights of heads that are made at once.
 TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
 # Those of a tile in the interpreter, so small that small tests have several.
-LITTLE_TILE, FEW = 64, 4
+INTERPRETED_ELEMENTS, INTERPRETED_SEQUENCES = 64, 4
 # Targets and sources of a tile of weights; targets and shifts of one of their gradients.
 WEIGHTS_TILE, GRADIENT_TILE = 32, 32
 # Tiles of tokens and channels of the repair.
@@ -77,15 +77,15 @@ class _Call:
         # Biases of the window that are looked at together.
         self.block = min(1024, triton.next_power_of_2(kernel.shape[-1] ** 2))
         # The length to which one kernel pads sequences, or 0: pieces of few channels are not contiguous enough.
-        widest = LITTLE['COLUMNS'] if interprets() else TILES[0][0]['COLUMNS']
+        widest = INTERPRETED_TILE['COLUMNS'] if interprets() else TILES[0][0]['COLUMNS']
         self.whole = whole_length(self.T, self.product) if NARROWEST <= self.C < widest else 0
-        self.direct = self.C == 1 and (self.B <= DIRECT_LITTLE if interprets() else self.B <= DIRECT)
+        self.direct = self.C == 1 and (self.B <= DIRECT_INTERPRETED if interprets() else self.B <= DIRECT)
         # Flags, all 0, of heads of sequences with underflowed targets.
         if not self.whole:
             self.peak, self.lost = largest_keys(self.k, self.mask)
         else:
             self.lost = torch.zeros((self.B, self.heads), dtype=torch.int32, device=self.k.device)
-        elements, most = (LITTLE_TILE, FEW) if interprets() else (TILE, SEQUENCES)
+        elements, most = (INTERPRETED_ELEMENTS, INTERPRETED_SEQUENCES) if interprets() else (TILE, SEQUENCES)
         channels, few = triton.next_power_of_2(self.C), min(most, triton.next_power_of_2(self.B))
         sequences = min(few, max(1, elements // channels))
         self.tile = {'BB': sequences, 'BH': max(1, elements // (sequences * channels)), 'BC': channels, 'C': self.C}

@@ -8,13 +8,13 @@ its key. Elements are (tokens, sequences b, channels c).
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, LIMIT
+from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32
 from aft_vision.ops.common.launch import tuned
 from aft_vision.ops.conv.kernels import find_slopes, load_sources, store_results, store_sources
 
 # Targets or sources of a tile of weights and columns of an operand, in the interpreter, and on a GPU with the numbers
 # of warps and of stages.
-LITTLE = {'BT': 8, 'COLUMNS': 16}
+INTERPRETED_TILE = {'BT': 8, 'COLUMNS': 16}
 TILES = ({'BT': 32, 'COLUMNS': 64}, 8, 2), ({'BT': 64, 'COLUMNS': 64}, 8, 2), ({'BT': 64, 'COLUMNS': 128}, 8, 2)
 
 
@@ -30,7 +30,7 @@ def find_sequences(B, heads, BB: tl.constexpr, BC: tl.constexpr):
 def find_terms(K, V, MASK, k_strides, v_strides, b, s, head, c, exists, T, C: tl.constexpr):
     """Return the largest key of each sequence, which is finite, and its terms; those of c = C are those of the key."""
     k, v = load_sources(K, V, MASK, k_strides, v_strides, b, s, head, c, exists, T, C)
-    peak = tl.maximum(tl.max(k, 0), FLOOR)[None, :, :]
+    peak = tl.maximum(tl.max(k, 0), MIN_FLOAT32)[None, :, :]
     return peak, tl.exp(k - peak) * tl.where(c == C, 1.0, v)
 
 
@@ -47,7 +47,7 @@ def store_operand(X, x, b, t, head, c, inside, B, length, BC: tl.constexpr):
     tl.store(X + (head * length + t) * (B * BC) + b * BC + c, x, mask=inside & (t < length))
 
 
-@tuned(['T', 'C'], LITTLE, *TILES)
+@tuned(['T', 'C'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def whole_results_kernel(
     Q, K, V, MASK, WEIGHTS, Y, DEN, LOST, B, T, heads, q_strides, k_strides, v_strides, y_strides, den_strides,
@@ -68,10 +68,10 @@ def whole_results_kernel(
         t = t[:, None, None]
         inside = exists & (t < T)
         store_results(num, den, Q, Y, DEN, q_strides, y_strides, den_strides, b, t, head, c, inside, C)
-        tl.store(LOST + b * heads + head + 0 * t, 1, mask=inside & (den < LIMIT) & (peak > FLOOR))
+        tl.store(LOST + b * heads + head + 0 * t, 1, mask=inside & (den < LIMIT) & (peak > MIN_FLOAT32))
 
 
-@tuned(['T', 'C'], LITTLE, *TILES)
+@tuned(['T', 'C'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def whole_sources_kernel(
     G, Y, DEN, Q, K, V, MASK, WEIGHTS, DQ, DK, DV, SLOPES, TERMS, LOST, B, T, heads, length,
@@ -93,7 +93,7 @@ def whole_sources_kernel(
     )
     slopes = tl.where(c == C, d_den, d_num)
     peak, terms = find_terms(K, V, MASK, k_strides, v_strides, b, place, head, c, exists, T, C)
-    tl.store(LOST + b * heads + head + 0 * place, 1, mask=exists & (place < T) & lost & (peak > FLOOR))
+    tl.store(LOST + b * heads + head + 0 * place, 1, mask=exists & (place < T) & lost & (peak > MIN_FLOAT32))
     if SLOPES is not None:
         store_operand(SLOPES, slopes, b, place, head, c, exists, B, length, BC)
         store_operand(TERMS, terms, b, place, head, c, exists, B, length, BC)

@@ -76,10 +76,10 @@ def bias_weights(kernel: Tensor, v: Tensor) -> Tensor:
         (s * s + 1, h or more) float32, as the kernels read it: the weight of each tap relative to the largest of its
         head or to 1, and that of sources outside the window.
     """
-    held: list[Tensor] = []
-    fields = _place_weights(kernel, kernel.shape[-1], None, held)
+    keep_alive: list[Tensor] = []
+    fields = _place_weights(kernel, kernel.shape[-1], None, keep_alive)
     compiled().aft_window_weights(pack('aft_window_weights', *fields), len(kernel), torch.get_num_threads())
-    return held[0].view(_weights_shape(len(kernel), kernel.shape[-1]))
+    return keep_alive[0].view(_weights_shape(len(kernel), kernel.shape[-1]))
 
 
 def weights_layout(kernel: Tensor, v: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
@@ -91,13 +91,13 @@ def wide_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = None) 
     """Return y and the denominators (AFT Eq. 6)."""
     q, k, v, kernel, (height, width), mask, _ = inputs
     batch, count, channels = v.shape
-    held: list[Tensor] = []
+    keep_alive: list[Tensor] = []
     size = _window_size(kernel, inputs.grid)
-    place = _place_weights(kernel, size, weights, held)
+    place = _place_weights(kernel, size, weights, keep_alive)
     scratch = float_buffer(2 * batch * count * place[1])
     sizes = batch, height, width, channels, k.shape[2], size, *place, scratch.data_ptr()
-    fields = *sizes, *stream(q, held), *stream(k, held), *stream(v, held), address(mask, held)
-    return run_forward('conv_wide', inputs, fields, held, save) or conv.conv_forward(inputs, save)
+    fields = *sizes, *stream(q, keep_alive), *stream(k, keep_alive), *stream(v, keep_alive), address(mask, keep_alive)
+    return run_forward('conv_wide', inputs, fields, keep_alive, save) or conv.conv_forward(inputs, save)
 
 
 def depthwise_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -147,8 +147,8 @@ def _forward(
     # Compute y and write the denominators into den; return None if digits are lost.
     out = empty_output(inputs.q, inputs.v)
     y = float_output(out)
-    held: list[Tensor] = []
-    fields = *_call(inputs, bias, offset, held, weights), *tokens(y, held), *tokens(den, held)
+    keep_alive: list[Tensor] = []
+    fields = *_call(inputs, bias, offset, keep_alive, weights), *tokens(y, keep_alive), *tokens(den, keep_alive)
     with profiled('aft_vision::depthwise_forward'):
         keeps_digits = compiled().aft_depthwise_forward(
             pack('aft_depthwise_forward', *fields), LIMITS, torch.get_num_threads()
@@ -173,11 +173,11 @@ def _backward(
     if need_bias:
         d_taps = float_buffer(parts * _window_size(bias, inputs.grid) ** 2 * v.shape[2])
         d_bias = float_buffer(bias.shape)
-    held: list[Tensor] = []
-    fields = _call(inputs, bias, offset, held)
+    keep_alive: list[Tensor] = []
+    fields = _call(inputs, bias, offset, keep_alive)
     for x in (*results, dq, dk, dv):
-        fields += tokens(x, held)
-    fields += parts, address(d_taps, held), address(d_bias, held)
+        fields += tokens(x, keep_alive)
+    fields += parts, address(d_taps, keep_alive), address(d_bias, keep_alive)
     with profiled('aft_vision::depthwise_backward'):
         keeps_digits = compiled().aft_depthwise_backward(
             pack('aft_depthwise_backward', *fields), LIMITS, torch.get_num_threads()
@@ -192,19 +192,20 @@ def _call(
     inputs: ConvInputs | OnehotInputs,
     bias: Tensor,
     offset: Tensor | None,
-    held: list[Tensor],
+    keep_alive: list[Tensor],
     weights: Tensor | None = None,
 ) -> tuple[int, ...]:
     # The fields of `Call` in C++ for a position bias (D, s, s), or (D, 1, 1) with offsets (D, 2), whose weights may be
-    # given; `held` gets the tensors that must outlive the call.
+    # given; `keep_alive` gets the tensors that must outlive the call.
     (batch, _, channels), (height, width) = inputs.v.shape, inputs.grid
     size = _window_size(bias, inputs.grid)
-    sizes = batch, height, width, channels, size, *_place_weights(bias, size, weights, held), address(offset, held)
-    streams = *tokens(inputs.q, held), *tokens(inputs.k, held), *tokens(inputs.v, held)
-    return *sizes, *streams, address(inputs.mask, held)
+    placed = _place_weights(bias, size, weights, keep_alive)
+    sizes = batch, height, width, channels, size, *placed, address(offset, keep_alive)
+    streams = *tokens(inputs.q, keep_alive), *tokens(inputs.k, keep_alive), *tokens(inputs.v, keep_alive)
+    return *sizes, *streams, address(inputs.mask, keep_alive)
 
 
-def _place_weights(bias: Tensor, size: int, weights: Tensor | None, held: list[Tensor]) -> tuple[int, ...]:
+def _place_weights(bias: Tensor, size: int, weights: Tensor | None, keep_alive: list[Tensor]) -> tuple[int, ...]:
     # The fields of `WindowWeights` in C++: weights of the whole bias, if they are given, or a place for those of its
     # middle, and the bias, from which they are computed first.
     heads, _, side = bias.shape
@@ -212,8 +213,8 @@ def _place_weights(bias: Tensor, size: int, weights: Tensor | None, held: list[T
         return weights.data_ptr(), weights.shape[1], side, 0, side
     rows, stride = _weights_shape(heads, size)
     weights = float_buffer(rows * stride)
-    held.append(weights)
-    return weights.data_ptr(), stride, size, floats(bias, held), side
+    keep_alive.append(weights)
+    return weights.data_ptr(), stride, size, floats(bias, keep_alive), side
 
 
 def _weights_shape(heads: int, size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState
 
 # For up to so many rows the compiled layers are faster than torch's products.
-MOST_ROWS = 64
+MAX_ROWS = 64
 # Who mixes the tokens of a block, as in `step.cpp`.
 SIMPLE, LOCAL, CALLER = range(3)
 
@@ -118,7 +118,7 @@ def supports_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> bool:
     """Return whether `CompiledDecoder` supports such blocks, whose parts match one another."""
     channels = head.weight.shape[-1]
     return (
-        0 < batch <= MOST_ROWS
+        0 < batch <= MAX_ROWS
         and all(_is_whole(layer) for block in blocks for layer in (*block[:4], head) if layer is not None)
         and all(_matches(block, batch, channels) for block in blocks)
     )

@@ -28,7 +28,7 @@ from aft_vision.ops.full import eager as full
 from aft_vision.ops.full.eager import FullInputs
 
 # Elements of the gradient of the weights, which each thread sums for its own part.
-MOST_ELEMENTS = 1 << 27
+MAX_ELEMENTS = 1 << 27
 
 
 def bias_weights(bias: Tensor, v: Tensor) -> Tensor:
@@ -42,10 +42,10 @@ def bias_weights(bias: Tensor, v: Tensor) -> Tensor:
         (blocks of targets, words of sources, rows of a block) in float32, or these and 2 in bfloat16: as the kernels
         read it, the weight of each source relative to the largest of its target.
     """
-    held: list[Tensor] = []
-    fields = _place_weights(bias, v, None, held)
+    keep_alive: list[Tensor] = []
+    fields = _place_weights(bias, v, None, keep_alive)
     compiled().aft_full_weights(pack('aft_full_weights', *fields), torch.get_num_threads())
-    return held[0]
+    return keep_alive[0]
 
 
 def weights_layout(bias: Tensor, v: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
@@ -62,38 +62,40 @@ def _layout(kind: int, count: int) -> tuple[tuple[int, ...], torch.dtype]:
 
 def full_forward(inputs: FullInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return y and the denominators (AFT Eq. 2)."""
-    held: list[Tensor] = []
-    return run_forward('full', inputs, _call(inputs, weights, held), held, save) or full.full_forward(inputs, save)
+    keep_alive: list[Tensor] = []
+    found = run_forward('full', inputs, _call(inputs, weights, keep_alive), keep_alive, save)
+    return found or full.full_forward(inputs, save)
 
 
 def full_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and bias."""
     bias, count = inputs.bias, inputs.v.shape[1]
     parts = (torch.get_num_threads() if need_bias else 0, count, whole_vectors(count))
-    if math.prod(parts) > MOST_ELEMENTS:
+    if math.prod(parts) > MAX_ELEMENTS:
         return full.full_backward(grad, y, den, inputs, need_bias)
     d_weights = torch.zeros(parts, dtype=torch.float32, device=CPU) if need_bias else None
     d_bias = float_buffer(bias.shape) if need_bias else None
-    held: list[Tensor] = []
-    found = run_backward('full', (grad, y, den), inputs, _call(inputs, None, held), held, (d_weights, d_bias))
+    keep_alive: list[Tensor] = []
+    fields = _call(inputs, None, keep_alive)
+    found = run_backward('full', (grad, y, den), inputs, fields, keep_alive, (d_weights, d_bias))
     if found is None:
         return full.full_backward(grad, y, den, inputs, need_bias)
     return cast((*found, d_bias), inputs[:4], inputs.k)
 
 
-def _call(inputs: FullInputs, weights: Tensor | None, held: list[Tensor]) -> tuple[int, ...]:
-    # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
+def _call(inputs: FullInputs, weights: Tensor | None, keep_alive: list[Tensor]) -> tuple[int, ...]:
+    # The fields of `Call` in C++; `keep_alive` gets the tensors that must outlive the call.
     q, k, v, bias, mask = inputs
-    sizes = *_place_weights(bias, v, weights, held), len(v), v.shape[2]
-    return *sizes, *stream(q, held), *stream(k, held), *stream(v, held), address(mask, held)
+    sizes = *_place_weights(bias, v, weights, keep_alive), len(v), v.shape[2]
+    return *sizes, *stream(q, keep_alive), *stream(k, keep_alive), *stream(v, keep_alive), address(mask, keep_alive)
 
 
-def _place_weights(bias: Tensor, v: Tensor, weights: Tensor | None, held: list[Tensor]) -> tuple[int, ...]:
+def _place_weights(bias: Tensor, v: Tensor, weights: Tensor | None, keep_alive: list[Tensor]) -> tuple[int, ...]:
     # The fields of `BiasWeights` in C++: weights, if they are given, or a place for them and the bias, from which they
     # are computed first.
     if weights is not None:
         return len(bias), operands(v), 0, weights.data_ptr()
     shape, dtype = weights_layout(bias, v)
     weights = torch.empty(shape, dtype=dtype, device=CPU)
-    held.append(weights)
-    return len(bias), operands(v), floats(bias, held), weights.data_ptr()
+    keep_alive.append(weights)
+    return len(bias), operands(v), floats(bias, keep_alive), weights.data_ptr()

@@ -11,7 +11,7 @@ from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, product
 
 # Workspace elements of a batch chunk, minimum, maximum and per thread: they fit into the caches, and the peak of memory
 # is near that of attention.
-LEAST_ELEMENTS, CHUNK_ELEMENTS, THREAD_ELEMENTS = 1 << 19, 1 << 20, 1 << 18
+MIN_ELEMENTS, CHUNK_ELEMENTS, THREAD_ELEMENTS = 1 << 19, 1 << 20, 1 << 18
 
 
 class FullInputs(NamedTuple):
@@ -40,7 +40,7 @@ class FullWeights(BiasGradient):
 
     @property
     def chunk_elements(self) -> int:
-        return min(CHUNK_ELEMENTS, max(LEAST_ELEMENTS, THREAD_ELEMENTS * torch.get_num_threads()))
+        return min(CHUNK_ELEMENTS, max(MIN_ELEMENTS, THREAD_ELEMENTS * torch.get_num_threads()))
 
     def workspace(self, batch: int) -> Workspace:
         return self._views(self.matrix.new_empty(2, batch, len(self.matrix), self.channels))

@@ -11,14 +11,23 @@ in a branch that otherwise costs one reduction.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, LIMIT, load_keys, load_row, load_tile, load_values, mask_if, store_tile
+from aft_vision.ops.common.kernels import (
+    LIMIT,
+    MIN_FLOAT32,
+    load_keys,
+    load_row,
+    load_tile,
+    load_values,
+    mask_if,
+    store_tile,
+)
 from aft_vision.ops.common.launch import tuned
 
 # Sources per step of a repair: few, so that the repair takes few registers.
 REPAIR = tl.constexpr(8)
 # Tiles in the interpreter, and on a GPU with the number of warps: of elements, and of tokens and channels of whole
 # sequences, with that of stages.
-LITTLE, ELEMENTS = {'BT': 8, 'BD': 16}, ({'BT': 32, 'BD': 128}, 8)
+INTERPRETED_TILE, ELEMENTS = {'BT': 8, 'BD': 16}, ({'BT': 32, 'BD': 128}, 8)
 WHOLE = ({'BT': 32, 'BD': 32}, 8, 2), ({'BT': 64, 'BD': 32}, 8, 2), ({'BT': 64, 'BD': 64}, 8, 2)
 
 
@@ -94,7 +103,7 @@ def load_pair(X, b, t, c, T, length, D, other):
 def weights_kernel(BIAS, WEIGHTS, T, length, BS: tl.constexpr):
     """Write exp(bias - largest of its row), padded by 0 to (length, length); a row of minus infinity sees no source."""
     t = tl.program_id(0).to(tl.int64)
-    most = tl.full([BS], FLOOR, tl.float32)
+    most = tl.full([BS], MIN_FLOAT32, tl.float32)
     for start in range(0, T, BS):
         s = start + tl.arange(0, BS)
         w = tl.load(BIAS + t * T + s, mask=mask_if(t < T, s < T), other=float('-inf'))
@@ -105,7 +114,7 @@ def weights_kernel(BIAS, WEIGHTS, T, length, BS: tl.constexpr):
         tl.store(WEIGHTS + t * length + s, tl.exp(w.to(tl.float32) - tl.max(most, 0)), mask=s < length)
 
 
-@tuned([], LITTLE, ELEMENTS)
+@tuned([], INTERPRETED_TILE, ELEMENTS)
 @triton.jit
 def terms_kernel(K, V, MASK, PEAK, TERMS, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
     """Write the terms e^k v and e^k; strides of k and v."""
@@ -126,7 +135,7 @@ def store_results(
     The denominator of a sequence without a token is 1.
     """
     t = first + tl.arange(0, BT)
-    attends = (peak > FLOOR)[None, :] & (t < T)[:, None]
+    attends = (peak > MIN_FLOAT32)[None, :] & (t < T)[:, None]
     lost = attends & (den < LIMIT)
     y = num / tl.where(den < LIMIT, 1.0, den)
     if Q is not None:
@@ -146,7 +155,7 @@ def store_results(
                 tl.store(Y + (b * T + first + i) * D + c, mean, mask=here)
 
 
-@tuned([], LITTLE, ELEMENTS)
+@tuned([], INTERPRETED_TILE, ELEMENTS)
 @triton.jit
 def results_kernel(
     Q, K, V, MASK, BIAS, PEAK, SUMS, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
@@ -154,7 +163,7 @@ def results_kernel(
     """Compute y from the sums, and the denominators if DEN is given; strides of k, v and q."""
     b, first, c = find_elements(T, D, BT, BD)
     num, den = load_pair(SUMS, b, first + tl.arange(0, BT), c, T, length, D, 1.0)
-    peak = tl.load(PEAK + b * D + c, mask=c < D, other=FLOOR)
+    peak = tl.load(PEAK + b * D + c, mask=c < D, other=MIN_FLOAT32)
     store_results(num, den, peak, Q, K, V, MASK, BIAS, Y, DEN, b, first, c, T, D, strides, BT, BD)
 
 
@@ -162,7 +171,7 @@ def results_kernel(
 def find_terms(K, V, MASK, b, s, c, strides, T, D):
     """Return the largest key of each channel, which is finite, and the terms of all sources relative to it."""
     k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
-    peak = tl.maximum(tl.max(k, 0), FLOOR)
+    peak = tl.maximum(tl.max(k, 0), MIN_FLOAT32)
     ek = tl.exp(k - peak[None, :])
     return peak, ek * load_values(V, MASK, b, s, c, strides[2], strides[3], T, D), ek
 
@@ -179,7 +188,7 @@ def split_pair(sums):
     return sums.reshape(sums.shape[0], sums.shape[1] // 2, 2).split()
 
 
-@tuned(['T', 'D'], LITTLE, *WHOLE)
+@tuned(['T', 'D'], INTERPRETED_TILE, *WHOLE)
 @triton.jit
 def whole_results_kernel(
     Q, K, V, MASK, BIAS, WEIGHTS, Y, DEN, T, D, strides,
@@ -237,7 +246,7 @@ def store_sources(
     store_tile(DK, dk, b, s, c, T, D)
 
 
-@tuned([], LITTLE, ELEMENTS)
+@tuned([], INTERPRETED_TILE, ELEMENTS)
 @triton.jit
 def targets_kernel(
     G, Y, DEN, Q, DQ, SLOPES, LOST, ANY, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
@@ -249,7 +258,7 @@ def targets_kernel(
     store_pair(SLOPES, d_num, d_den, b, t, c, length, D)
 
 
-@tuned([], LITTLE, ELEMENTS)
+@tuned([], INTERPRETED_TILE, ELEMENTS)
 @triton.jit
 def sources_kernel(
     G, DEN, Q, K, V, MASK, BIAS, PEAK, LOST, SUMS, DK, DV, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
@@ -263,7 +272,7 @@ def sources_kernel(
     store_sources(d_num, d_den, peak, lost, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD)
 
 
-@tuned(['T', 'D'], LITTLE, *WHOLE)
+@tuned(['T', 'D'], INTERPRETED_TILE, *WHOLE)
 @triton.jit
 def whole_sources_kernel(
     G, Y, DEN, Q, K, V, MASK, BIAS, WEIGHTS, DQ, DK, DV, SLOPES, TERMS, LOST, ANY, T, D, length, strides,

@@ -6,21 +6,21 @@ Any finite key is exact: the sums over the tokens read so far are relative to th
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import FLOOR, load_keys, load_tile, load_values, store_tile
+from aft_vision.ops.common.kernels import MIN_FLOAT32, load_keys, load_tile, load_values, store_tile
 from aft_vision.ops.common.launch import tuned
 
 TILES = ({'BT': 64, 'BD': 32}, 4), ({'BT': 32, 'BD': 64}, 4), ({'BT': 64, 'BD': 64}, 8), ({'BT': 128, 'BD': 32}, 8)
-LITTLE = {'BT': 8, 'BD': 16}
+INTERPRETED_TILE = {'BT': 8, 'BD': 16}
 
 
-@tuned(['T', 'D'], LITTLE, *TILES)
+@tuned(['T', 'D'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def forward_kernel(Q, K, V, MASK, Y, CONTEXT, T, D, strides, BT: tl.constexpr, BD: tl.constexpr):
     """Compute y, and the context that all targets share if CONTEXT is given; strides of q, k and v."""
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
-    peak = tl.full([BD], FLOOR, tl.float32)
+    peak = tl.full([BD], MIN_FLOAT32, tl.float32)
     num = tl.zeros([BD], tl.float32)
     den = tl.zeros([BD], tl.float32)
     for start in range(0, T, BT):
@@ -44,7 +44,7 @@ def forward_kernel(Q, K, V, MASK, Y, CONTEXT, T, D, strides, BT: tl.constexpr, B
         store_tile(Y, y, b, t, c, T, D)
 
 
-@tuned(['T', 'D'], LITTLE, *TILES)
+@tuned(['T', 'D'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def backward_kernel(G, CONTEXT, Q, K, V, MASK, DQ, DK, DV, T, D, strides, BT: tl.constexpr, BD: tl.constexpr):
     """Compute the gradients of q, k and v; strides of the gradient, q, k and v."""
@@ -52,7 +52,7 @@ def backward_kernel(G, CONTEXT, Q, K, V, MASK, DQ, DK, DV, T, D, strides, BT: tl
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
     mean = tl.load(CONTEXT + b * D + c, mask=c < D, other=0.0)
-    peak = tl.full([BD], FLOOR, tl.float32)
+    peak = tl.full([BD], MIN_FLOAT32, tl.float32)
     den = tl.zeros([BD], tl.float32)
     d_mean = tl.zeros([BD], tl.float32)
     for start in range(0, T, BT):

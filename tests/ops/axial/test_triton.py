@@ -14,7 +14,7 @@ def test_a_key_or_a_value_that_is_not_finite_stays_in_its_sequence_and_head(
     path: str, triton_device: str, monkeypatch: pytest.MonkeyPatch
 ):
     if path == 'lines':
-        for limit in ('PAIRED', 'PAIRED_LITTLE'):
+        for limit in ('PAIRED', 'PAIRED_INTERPRETED'):
             monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     inputs = make_inputs('aft_axial', (2, 3), 6, (2, 3), 2)
@@ -31,7 +31,7 @@ def test_a_constant_of_an_axis_changes_nothing(
     path: str, shifts: tuple[float, float], triton_device: str, monkeypatch: pytest.MonkeyPatch
 ):
     if path == 'lines':
-        for limit in ('PAIRED', 'PAIRED_LITTLE'):
+        for limit in ('PAIRED', 'PAIRED_INTERPRETED'):
             monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
     inputs = single(make_inputs('aft_axial', (3, 4), 6, (3, 4), 2), device=triton_device)
     for name, shift in zip(('row_bias', 'column_bias'), shifts, strict=True):

@@ -56,16 +56,16 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     found = request.getfixturevalue('compiled' if form.startswith('cpp') else 'triton_device')
     if form == 'triton lines':
         # Small grids as larger ones: a product along each axis, several tiles of a line.
-        for limit in ('PAIRED', 'PAIRED_LITTLE'):
+        for limit in ('PAIRED', 'PAIRED_INTERPRETED'):
             monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     if form == 'triton products':
         # Short sequences as longer ones, few as many.
         for limit in (
             'common.launch.WHOLE',
-            'common.launch.WHOLE_LITTLE',
+            'common.launch.WHOLE_INTERPRETED',
             'conv.triton.DIRECT',
-            'conv.triton.DIRECT_LITTLE',
+            'conv.triton.DIRECT_INTERPRETED',
         ):
             monkeypatch.setattr(f'aft_vision.ops.{limit}', 0)
     if form in ('cpp pairs', 'cpp tiles'):

@@ -44,7 +44,7 @@ def test_a_sequence_does_not_depend_on_the_others_in_its_batch():
 
 
 def test_a_gradient_of_the_bias_that_needs_too_much_room_is_left_to_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr('aft_vision.ops.full.cpp.MOST_ELEMENTS', 100)
+    monkeypatch.setattr('aft_vision.ops.full.cpp.MAX_ELEMENTS', 100)
     assert_matches_reference(ops.aft_full, reference.aft_full, make_inputs('aft_full', 20, 40))
     inputs = single(make_inputs('aft_full', 20, 40))
     assert kernels_run(lambda: ops.aft_full(**inputs).sum().backward()) == {'aft_vision::full_forward'}

@@ -103,8 +103,8 @@ def is_supported(layers: list[Dense | None], **kwargs: Any) -> bool:
 
 def test_few_rows_and_plain_float32_parameters_in_order_are_supported():
     layers = make_block(8, 16, 24)
-    assert is_supported(layers, batch=step_cpp.MOST_ROWS)
-    assert not is_supported(layers, batch=step_cpp.MOST_ROWS + 1)
+    assert is_supported(layers, batch=step_cpp.MAX_ROWS)
+    assert not is_supported(layers, batch=step_cpp.MAX_ROWS + 1)
     weight = layers[0].weight
     for other in (weight.double(), weight.bfloat16(), weight.mT.contiguous().mT, weight.to('meta')):
         assert not is_supported([layers[0]._replace(weight=other), *layers[1:]])
