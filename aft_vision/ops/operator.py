@@ -2,8 +2,8 @@
 
 An operator is one node for autograd, `torch.compile`, `torch.export`, FX and TorchScript. Its forward returns the
 result and the tensors saved for its backward; the backward is an operator too. In a graph, which may run elsewhere,
-each chooses its form. An ordinary call, which nothing watches, goes straight to its form, and its backward to the same one.
-`transforms` has forward mode and `torch.func`.
+each chooses its form. An ordinary call that does not need torch's dispatcher goes straight to its form, and its
+backward to the same one. `transforms` has forward mode and `torch.func`.
 """
 
 import functools

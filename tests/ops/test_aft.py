@@ -249,10 +249,10 @@ def test_aft_onehot_equals_aft_conv_with_one_entry():
     assert_close(ops.aft_onehot(**inputs), expected, 1e-12)
 
 
-def lost_sources(inputs: dict[str, object]) -> Tensor | None:
+def cancelled_sources(inputs: dict[str, object]) -> Tensor | None:
     """Which shifted sources aft_onehot leaves to its softmax in float32, (B, T, h); None for not one."""
     k, v, weight = (inputs[name].float() for name in ('k', 'v', 'weight'))
-    return _Sums(k, v, weight, inputs.get('mask'), branch=True).lost
+    return _Sums(k, v, weight, inputs.get('mask'), branch=True).cancelled
 
 
 def cancelling_inputs(factor: float) -> dict[str, object]:
@@ -265,10 +265,10 @@ def cancelling_inputs(factor: float) -> dict[str, object]:
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
-@pytest.mark.parametrize(('excess', 'lost'), [(0.97, False), (1.03, True)], ids=['below', 'above'])
-def test_aft_onehot_equals_float64_on_either_side_of_its_bound_for_cancellation(excess, lost, dtype: torch.dtype):
+@pytest.mark.parametrize(('excess', 'cancelled'), [(0.97, False), (1.03, True)], ids=['below', 'above'])
+def test_aft_onehot_equals_float64_on_either_side_of_its_bound_for_cancellation(excess, cancelled, dtype: torch.dtype):
     inputs = cancelling_inputs(excess * CANCELLATION)
-    assert (lost_sources(inputs) is not None) is lost
+    assert (cancelled_sources(inputs) is not None) is cancelled
     assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs, dtype)
 
 
@@ -276,13 +276,13 @@ def test_aft_onehot_equals_float64_on_either_side_of_its_bound_for_cancellation(
 def test_the_quick_and_the_exact_form_of_aft_onehot_agree(monkeypatch: pytest.MonkeyPatch, weight: float):
     inputs = make_inputs('aft_onehot', (6, 5), 6, 2, 3) | {'weight': torch.full((3,), weight, dtype=torch.float64)}
     leaves = [inputs[name].requires_grad_() for name in ('q', 'k', 'v', 'weight')]
-    assert lost_sources(inputs) is None
+    assert cancelled_sources(inputs) is None
     quick = ops.aft_onehot(**inputs)
     grads = torch.autograd.grad(quick.sum(), leaves)
     # Every largest key is left to the softmax.
     monkeypatch.setattr('aft_vision.ops.conv.onehot.CANCELLATION', 0.0)
     monkeypatch.setattr('aft_vision.ops.conv.onehot.LARGEST_LOGIT', 64.0)
-    assert torch.equal(lost_sources(inputs), inputs['k'] == inputs['k'].amax(1, keepdim=True))
+    assert torch.equal(cancelled_sources(inputs), inputs['k'] == inputs['k'].amax(1, keepdim=True))
     exact = ops.aft_onehot(**inputs)
     assert_close(quick, exact, 1e-12)
     floor = grads[2].norm().item()
@@ -301,7 +301,7 @@ def test_only_largest_keys_that_cancel_are_left_to_the_softmax(masked: bool):
         mask[0, 7] = False
     expected = torch.zeros(2, 30, 3, dtype=torch.bool)
     expected[int(masked) :, 7, 0] = True
-    assert torch.equal(lost_sources(inputs | {'mask': mask}), expected)
+    assert torch.equal(cancelled_sources(inputs | {'mask': mask}), expected)
     assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs | {'mask': mask}, nasty=True)
 
 

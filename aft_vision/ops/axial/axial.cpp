@@ -302,7 +302,7 @@ int forward(const Inputs &in, const Stream &out, const Stream &den, float least,
         const float fill = in.mask.fill(b);
         for (int64_t t = 0; t < tokens; ++t) {
           const Vec bottom = maps[t] + fill;
-          good = good && !any(lost_lanes(bottom, lanes, least));
+          good = good && !any(underflowed_lanes(bottom, lanes, least));
           store(&inverse[(b * tokens + t) * padded + first], only(1.0f / bottom, lanes), LANES);
           if (den.data) Place{b, t, first, lanes}.write(den, bottom);
         }
@@ -401,13 +401,13 @@ class Backward {
   Shared shared;
 
  private:
-  // The gradients at the values and keys of a target, and that of q; whether no denominator is lost.
+  // The gradients at the values and keys of a target, and that of q; whether no denominator is underflowed.
   bool spread(int64_t b, int64_t t, float least, float *inverse) {
     bool good = true;
     for (int64_t first = 0; first < s.heads; first += LANES) {
       const Place at{b, t, first, rest(s.heads, first)};
       const Vec bottom = at.read(den);
-      good = good && !any(lost_lanes(bottom, at.lanes, least));
+      good = good && !any(underflowed_lanes(bottom, at.lanes, least));
       store(inverse + first, only(1.0f / bottom, at.lanes), LANES);
     }
     float *d_key = &shared.d_keys[(b * s.tokens() + t) * s.padded_heads()];

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32
 from aft_vision.ops.common.launch import tuned
-from aft_vision.ops.conv.repair_kernels import find_lost, find_slopes, find_terms, load_logits
+from aft_vision.ops.conv.repair_kernels import find_slopes, find_terms, find_underflowed, load_logits
 
 KEY = ['T', 'heads', 'C', 'ROWS', 'BLOCK']
 TILES = ({'BC': 64}, 4), ({'BC': 128}, 4), ({'BC': 128}, 8), ({'BC': 256}, 8)
@@ -82,22 +82,22 @@ def find_place(head, part, parts, b, t, B, T, GROUP: tl.constexpr):
 
 
 @triton.jit
-def mark_lost(LOST, den, PEAK, head, b, inside, heads):
+def mark_underflowed(UNDERFLOWED, den, PEAK, head, b, inside, heads):
     """Mark sequences with an underflowed target that may see a source."""
     place = b * heads + head + tl.zeros(den.shape, tl.int64)
-    lost = inside & (den < LIMIT)
-    lost = lost & (tl.load(PEAK + place, mask=lost, other=MIN_FLOAT32) > MIN_FLOAT32)
-    tl.store(LOST + place, 1, mask=lost)
+    underflowed = inside & (den < LIMIT)
+    underflowed = underflowed & (tl.load(PEAK + place, mask=underflowed, other=MIN_FLOAT32) > MIN_FLOAT32)
+    tl.store(UNDERFLOWED + place, 1, mask=underflowed)
 
 
 @triton.jit
 def store_means(
-    sums, Q, Y, DEN, LOST, PEAK, q_strides, y_strides, head, b, t, c, inside, T, heads, C, GROUP: tl.constexpr
+    sums, Q, Y, DEN, UNDERFLOWED, PEAK, q_strides, y_strides, head, b, t, c, inside, T, heads, C, GROUP: tl.constexpr
 ):  # fmt: skip
     """Write y from sums (tokens, lines, GROUP), and the denominators if DEN is given; every part writes the same."""
     is_key = (tl.arange(0, GROUP) == GROUP - 1)[None, None, :]
     den = tl.sum(tl.where(is_key, sums, 0.0), 2)
-    mark_lost(LOST, den, PEAK, head, b, inside, heads)
+    mark_underflowed(UNDERFLOWED, den, PEAK, head, b, inside, heads)
     y = sums / tl.maximum(den, LIMIT)[:, :, None]
     if Q is not None:
         y = y * tl.sigmoid(load_channels(Q, q_strides, head, b, t, c, inside, C, 0.0))
@@ -137,7 +137,7 @@ def columns_kernel(
 @tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def rows_kernel(
-    Q, HALFWAY, PEAK, W, Y, DEN, LOST, B, T, heads, C, parts, axis, q_strides, y_strides,
+    Q, HALFWAY, PEAK, W, Y, DEN, UNDERFLOWED, B, T, heads, C, parts, axis, q_strides, y_strides,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
@@ -154,13 +154,14 @@ def rows_kernel(
         sums = tl.dot(w, tl.reshape(x, [BLOCK, BC]), sums, input_precision=PRECISION)
     b, t, inside = find_tokens(axis, n, target, B)
     c, sums = find_channels(part, C, GROUP), tl.reshape(sums, [BLOCK, BC // GROUP, GROUP])
-    store_means(sums, Q, Y, DEN, LOST, PEAK, q_strides, y_strides, head, b, t, c, inside, T, heads, C, GROUP)
+    store_means(sums, Q, Y, DEN, UNDERFLOWED, PEAK, q_strides, y_strides, head, b, t, c, inside, T, heads, C, GROUP)
 
 
 @tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def targets_kernel(
-    G, Y, DEN, Q, PEAK, W, DQ, R, OUT, LOST, B, T, heads, C, parts, axis, g_strides, y_strides, q_strides, dq_strides,
+    G, Y, DEN, Q, PEAK, W, DQ, R, OUT, UNDERFLOWED, B, T, heads, C, parts, axis,
+    g_strides, y_strides, q_strides, dq_strides,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +183,7 @@ def targets_kernel(
             store_channels(DQ, gy * (1.0 - gate), dq_strides, head, b, t, c, own, C)
             g = g * gate
         den = tl.load(DEN + (b * T + t) * heads + head, mask=inside, other=1.0).to(tl.float32)
-        mark_lost(LOST, den, PEAK, head, b, own, heads)
+        mark_underflowed(UNDERFLOWED, den, PEAK, head, b, own, heads)
         top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))[:, :, None]
         r = (tl.where(is_key, -tl.sum(gy, 2)[:, :, None], g) * top).to(PRODUCT)
         if R is not None:
@@ -246,7 +247,7 @@ def pairs_kernel(
 
 @triton.jit
 def repair_kernel(
-    G, Y, DEN, Q, K, V, MASK, BIAS, LOST, OUT, B, T, width, heads, C, axis, strides, k_strides,
+    G, Y, DEN, Q, K, V, MASK, BIAS, UNDERFLOWED, OUT, B, T, width, heads, C, axis, strides, k_strides,
     PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the biases between places on an axis, (heads, L, L), through repaired targets."""
@@ -256,14 +257,14 @@ def repair_kernel(
     sums = tl.zeros([BT, BT], tl.float32)
     for start in range(0, B, 128):
         sequence = start + tl.arange(0, 128)
-        if tl.max(tl.load(LOST + sequence * heads + head, mask=sequence < B, other=0), 0) > 0:
+        if tl.max(tl.load(UNDERFLOWED + sequence * heads + head, mask=sequence < B, other=0), 0) > 0:
             for i in range(start, tl.minimum(start + 128, B)):
-                if tl.load(LOST + i * heads + head) > 0:
+                if tl.load(UNDERFLOWED + i * heads + head) > 0:
                     b = tl.full([], i, tl.int64)
                     for line in range(0, axis.lines):
                         t = tl.where(target < axis.length, target * axis.step + line * axis.between, T)
                         base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
-                        top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
+                        top = find_underflowed(DEN, den, b, head, t, T, heads)[:, None]
                         for other in range(0, axis.lines):
                             s = tl.where(source < axis.length, source * axis.step + other * axis.between, T)
                             k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, T, width)

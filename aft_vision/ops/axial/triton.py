@@ -109,7 +109,7 @@ class _Call:
         self.tables = Biases(*(axis.table.to(product).contiguous() for axis in axes))
         self.biases = Biases(*(axis.offsets.contiguous() for axis in axes))
         # Flags, all 0, of heads of sequences with underflowed targets.
-        self.peak, self.lost = largest_keys(rows(k), self.mask)
+        self.peak, self.underflowed = largest_keys(rows(k), self.mask)
         self.constants = products(product)
         self.along_rows = Axis(self.height, self.width, self.width, 1)
         self.along_columns = Axis(self.width, self.height, 1, self.width)
@@ -124,7 +124,7 @@ class _Call:
         """Return a buffer for the columns of all sequences, (h, parts, B T, GROUP)."""
         layout = self.layout
         shape = layout.heads, layout.parts, layout.B * layout.T, layout.group
-        return torch.empty(shape, dtype=self.product, device=self.lost.device)
+        return torch.empty(shape, dtype=self.product, device=self.underflowed.device)
 
     def run(self, kernel: Any, tensors: tuple[Any, ...], axis: Axis, *steps: tuple[int, ...]) -> None:
         """Launch a kernel over tiles of lines, parts and heads."""
@@ -149,14 +149,14 @@ def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:
         layout = call.layout
         q_, k_, v_ = layout.arrange(q, k, v)
         y = layout.like(v, v.dtype if q is None else q.dtype)
-        results = y, den if save else None, call.lost
+        results = y, den if save else None, call.underflowed
         steps, halfway = strides(q_, k_, v_, y), call.workspace()
         tensors: tuple[Any, ...] = k_, v_, call.mask, call.peak, call.tables.columns, None, halfway
         call.run(columns_kernel, tensors, call.along_columns, *steps[1:3])
         tensors = q_, halfway, call.peak, call.tables.rows, *results
         call.run(rows_kernel, tensors, call.along_rows, steps[0], steps[3])
         repair.forward_kernel[repairs(k)](
-            *(q_, k_, v_, call.mask, call.biases, y, call.lost),
+            *(q_, k_, v_, call.mask, call.biases, y, call.underflowed),
             *(layout.B, layout.T, call.width, layout.heads, layout.C, *steps),
             PRECISION=call.constants['PRECISION'],
             **REPAIR,
@@ -178,13 +178,13 @@ def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, ne
         dk = torch.empty((layout.parts, *k.shape), dtype=torch.float32, device=k.device)
         den, (grad_, y_, q_, k_, v_) = den.contiguous(), layout.arrange(grad, y, q, k, v)
         r, halfway = call.workspace() if need_bias else None, call.workspace()
-        tensors: tuple[Any, ...] = grad_, y_, den, q_, call.peak, call.tables.rows, dq, r, halfway, call.lost
+        tensors: tuple[Any, ...] = grad_, y_, den, q_, call.peak, call.tables.rows, dq, r, halfway, call.underflowed
         call.run(targets_kernel, tensors, call.along_rows, *strides(grad_, y_, q_, dq))
         tensors = halfway, k_, v_, call.mask, call.peak, call.tables.columns, dk, dv
         call.run(sources_kernel, tensors, call.along_columns, *strides(k_, v_, dv))
         if r is not None:
             _add_bias_grads(call, r, halfway, (k_, v_))
-        tensors = grad_, y_, den, q_, k_, v_, call.mask, call.biases, call.lost
+        tensors = grad_, y_, den, q_, k_, v_, call.mask, call.biases, call.underflowed
         sizes = layout.B, layout.T, call.width, layout.heads, layout.C
         steps, precision = (tuple(strides(grad_, y_, q_, v_)), *strides(k_)), call.constants['PRECISION']
         repair.sources_kernel[repairs(k)](

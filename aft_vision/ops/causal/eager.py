@@ -29,7 +29,7 @@ from aft_vision.ops.common.numerics import (
     may_branch,
     product_dtype,
 )
-from aft_vision.ops.common.repair import joint_softmax, lost_elements
+from aft_vision.ops.common.repair import joint_softmax, underflowed_elements
 from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.local.eager import LocalInputs
 
@@ -279,10 +279,10 @@ def mix_causal(inputs: Inputs, bias: CausalBias, past: Past | None, save: bool) 
         rows = slice(block.start, block.stop)
         num, bottom = (part.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for part in sums.chunk(2, dim=1))
         ratio = num / bottom.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
-        if may_branch(k) and bool((lost := bottom < block.limit).any()):
+        if may_branch(k) and bool((underflowed := bottom < block.limit).any()):
             seen = sees_keys(k, mask, past) if seen is None else seen
-            repair_forward(ratio, inputs, bias, lost & seen[:, rows], block.start, past)
-            bottom = bottom.masked_fill(lost, 0.0)
+            repair_forward(ratio, inputs, bias, underflowed & seen[:, rows], block.start, past)
+            bottom = bottom.masked_fill(underflowed, 0.0)
         s = gate(None if q is None else q[:, rows], sequence.dtype)
         out[:, rows] = ratio if s is None else ratio * s
         if save:
@@ -300,8 +300,8 @@ def causal_backward(
     s = gate(q, sequence.dtype)
     dq = k.new_empty(0) if q is None or s is None else (g * out * (1 - s)).to(q.dtype)
     a = g if s is None else g * s
-    lost = den.to(sequence.dtype) < UNDERFLOW[sequence.dtype]
-    top = (1 / den.to(sequence.dtype).clamp_min(UNDERFLOW[sequence.dtype])).masked_fill(lost, 0.0)
+    underflowed = den.to(sequence.dtype) < UNDERFLOW[sequence.dtype]
+    top = (1 / den.to(sequence.dtype).clamp_min(UNDERFLOW[sequence.dtype])).masked_fill(underflowed, 0.0)
     rows = torch.stack([a * top, -g * out * top]).permute(2, 0, 1, 3).flatten(1)  # (T, 2N)
     dk, dv = torch.zeros_like(sequence.keys), torch.zeros_like(sequence.keys)
 
@@ -326,8 +326,8 @@ def causal_backward(
             d_state = d_state + (block.older * r).sum(0)
             add(block.left, sequence.exponentials(block.left, block.reference)[0], d_state)
     dk, dv = (x.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for x in (dk, dv))
-    if may_branch(k) and bool(lost.any()):
-        repair_backward(a, inputs, bias, lost & sees_keys(k, mask), dk, dv, need_bias)
+    if may_branch(k) and bool(underflowed.any()):
+        repair_backward(a, inputs, bias, underflowed & sees_keys(k, mask), dk, dv, need_bias)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -350,10 +350,10 @@ def logits_grad(weight: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype)
 
 
 def repair_forward(
-    ratio: Tensor, inputs: Inputs, bias: CausalBias, lost: Tensor, start: int, past: Past | None
+    ratio: Tensor, inputs: Inputs, bias: CausalBias, underflowed: Tensor, start: int, past: Past | None
 ) -> None:
-    """Recompute the lost elements of the ratio (B, C, D) of the block from target `start`."""
-    if not bool(lost.any()):
+    """Recompute the underflowed elements of the ratio (B, C, D) of the block from target `start`."""
+    if not bool(underflowed.any()):
         return
     k, mask = inputs.k, inputs.mask
     v = masked_values(inputs.v, mask)
@@ -363,21 +363,21 @@ def repair_forward(
         k = torch.cat([older.unsqueeze(1), k.double()], 1)
         mean = past.numerator.double() / past.denominator.double().clamp_min(torch.finfo(torch.double).tiny)
         v = torch.cat([mean.unsqueeze(1), v.double()], 1)
-    for batch, row, channel in lost_elements(lost, v.shape[1]):
+    for batch, row, channel in underflowed_elements(underflowed, v.shape[1]):
         rows = bias.rows(row + start)
         p = joint_softmax(k, mask, batch, channel, rows if past is None else F.pad(rows, (1, 0)))
         ratio[batch, row, channel] = (p * v.transpose(1, 2)[batch, channel].double()).sum(1).to(ratio.dtype)
 
 
 def repair_backward(
-    a: Tensor, inputs: Inputs, bias: CausalBias, lost: Tensor, dk: Tensor, dv: Tensor, need_bias: bool
+    a: Tensor, inputs: Inputs, bias: CausalBias, underflowed: Tensor, dk: Tensor, dv: Tensor, need_bias: bool
 ) -> None:
-    """Add the gradients of the lost elements, (B, T, D); `a` is the gradient of the mean of the values."""
-    if not bool(lost.any()):
+    """Add the gradients of the underflowed elements, (B, T, D); `a` is the gradient of the mean of the values."""
+    if not bool(underflowed.any()):
         return
     k, mask = inputs.k, inputs.mask
     v = masked_values(inputs.v, mask)
-    for batch, target, channel in lost_elements(lost, v.shape[1]):
+    for batch, target, channel in underflowed_elements(underflowed, v.shape[1]):
         p = joint_softmax(k, mask, batch, channel, bias.rows(target))
         values = v.transpose(1, 2)[batch, channel].double()
         spread = p * a[batch, target, channel].double()[:, None]  # (N, T)

@@ -10,7 +10,7 @@ from aft_vision.ops.causal.local_kernels import (
     load_pair,
     load_past,
     load_weights,
-    mark_lost,
+    mark_underflowed,
     store_pair,
 )
 from aft_vision.ops.common.kernels import load_keys, load_tile, load_values, mask_if, store_tile
@@ -25,13 +25,13 @@ def scale_used(grad, by):
 
 @triton.jit
 def rows_kernel(
-    G, Y, DEN, Q, OLDER, DQ, R, DPAST, LOST, FIRST, B, T, D, blocks, g_strides, y_strides, q_strides,
+    G, Y, DEN, Q, OLDER, DQ, R, DPAST, UNDERFLOWED, FIRST, B, T, D, blocks, g_strides, y_strides, q_strides,
     BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of q, of sums and denominators as R, laid out as TERMS, and its part for the older sums.
 
-    Underflowed elements pass no gradient; LOST marks their tiles. Where G is 0 all of them are 0, although y and the
-    denominator are NaN after a source that is not finite.
+    Underflowed elements pass no gradient; UNDERFLOWED marks their tiles. Where G is 0 all of them are 0, although y and
+    the denominator are NaN after a source that is not finite.
     """
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -44,8 +44,8 @@ def rows_kernel(
         store_tile(DQ, tl.where(unused, 0.0, gy * (1.0 - gate)), b, t, c, T, D)
         g = tl.where(unused, 0.0, g * gate)
     den = load_tile(DEN, b, t, c, T * D, D, T, D)
-    lost = den < LIMIT
-    top = tl.where(lost | unused, 0.0, 1.0 / tl.where(lost, 1.0, den))
+    underflowed = den < LIMIT
+    top = tl.where(underflowed | unused, 0.0, 1.0 / tl.where(underflowed, 1.0, den))
     r_num, r_den = g * top, -gy * top
     store_pair(R, r_num, r_den, b, j, c, B, blocks, D, BC)
     older = tl.load(OLDER + t, mask=t < T, other=0.0)[:, None]
@@ -53,8 +53,8 @@ def rows_kernel(
     tl.store(DPAST, tl.sum(older * r_num, 0), mask=c < D)
     tl.store(DPAST + D, tl.sum(older * r_den, 0), mask=c < D)
     if FIRST is not None:
-        lost = lost & (t >= tl.load(FIRST + b))[:, None]
-    mark_lost(LOST, lost, b, j, t, c, T, D)
+        underflowed = underflowed & (t >= tl.load(FIRST + b))[:, None]
+    mark_underflowed(UNDERFLOWED, underflowed, b, j, t, c, T, D)
 
 
 @triton.jit

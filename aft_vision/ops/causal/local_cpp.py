@@ -93,12 +93,12 @@ def local_causal_backward(
         bias.grad = d_band
     if not good:
         # Compared as in the kernel: in bfloat16 the limit itself would be rounded.
-        lost, s = (den.float() < MIN_DENOMINATOR.value) & sees_keys(k, mask), gate(q, torch.float32)
+        underflowed, s = (den.float() < MIN_DENOMINATOR.value) & sees_keys(k, mask), gate(q, torch.float32)
         a = grad.float() if s is None else grad.float() * s
         assert dk is not None
         assert dv is not None
         dk, dv = dk.float(), dv.float()
-        repair_backward(a, inputs, bias, lost, dk, dv, need_bias)
+        repair_backward(a, inputs, bias, underflowed, dk, dv, need_bias)
     return cast((dq, dk, dv, d_band), (q, k, v, band), k)
 
 
@@ -118,11 +118,11 @@ def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
 
 def _repair(y: Tensor, den: Tensor, inputs: LocalInputs) -> None:
     # Compute again what has underflowed in y.
-    lost = (den < MIN_DENOMINATOR.value) & sees_keys(inputs.k, inputs.mask)
+    underflowed = (den < MIN_DENOMINATOR.value) & sees_keys(inputs.k, inputs.mask)
     ratio = torch.zeros_like(y)
-    repair_forward(ratio, inputs, BandBias(inputs.band), lost, 0, None)
+    repair_forward(ratio, inputs, BandBias(inputs.band), underflowed, 0, None)
     s = gate(inputs.q, y.dtype)
-    y.copy_(torch.where(lost, ratio if s is None else ratio * s, y))
+    y.copy_(torch.where(underflowed, ratio if s is None else ratio * s, y))
 
 
 def _call(inputs: LocalInputs, held: list[Tensor]) -> tuple[int, ...]:

@@ -77,27 +77,27 @@ def larger(a, b):
 
 
 @triton.jit
-def find_lost(den, ek, FIRST, b, t, window, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr):
+def find_underflowed(den, ek, FIRST, b, t, window, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr):
     """Return whether elements of targets, whose exponentials these are, may have lost digits to underflow.
 
     Only targets that see a source can. Each of the BC + window weights may be off by up to the smallest normal float,
-    times the largest exponential up to the target, so the error of a denominator that is not lost is below 1e-8. No
-    later key is used.
+    times the largest exponential up to the target, so the error of a denominator without underflow is below 1e-8.
+    No later key is used.
     """
     past = (tl.arange(0, BC)[:, None] >= tl.arange(0, BC)[None, :]).to(PRODUCT)
     above = tl.maximum(tl.dot(past, ek, input_precision=PRECISION), 1.0)
-    lost = den < (BC + window) * LIMIT * above
+    underflowed = den < (BC + window) * LIMIT * above
     if FIRST is not None:
-        lost = lost & (t >= tl.load(FIRST + b))[:, None]
-    return lost
+        underflowed = underflowed & (t >= tl.load(FIRST + b))[:, None]
+    return underflowed
 
 
 @triton.jit
-def mark_lost(LOST, lost, b, j, t, c, T, D):
-    """Store whether any element of a tile is lost."""
-    lost = lost & (t < T)[:, None] & (c < D)[None, :]
+def mark_underflowed(UNDERFLOWED, underflowed, b, j, t, c, T, D):
+    """Store whether any element of a tile is underflowed."""
+    underflowed = underflowed & (t < T)[:, None] & (c < D)[None, :]
     tile = (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)
-    tl.store(LOST + tile, tl.max(tl.max(lost.to(tl.int32), 1), 0))
+    tl.store(UNDERFLOWED + tile, tl.max(tl.max(underflowed.to(tl.int32), 1), 0))
 
 
 @tuned([], {'BS': 8}, ({'BS': 256}, 4))
@@ -189,7 +189,7 @@ def terms_kernel(
 @tuned(KEY, {}, ({}, 4), ({}, 8))
 @triton.jit
 def forward_kernel(
-    Q, WEIGHTS, OLDER, PAST, TERMS, Y, DEN, LOST, FIRST, B, T, D, window, blocks, tiles, q_strides,
+    Q, WEIGHTS, OLDER, PAST, TERMS, Y, DEN, UNDERFLOWED, FIRST, B, T, D, window, blocks, tiles, q_strides,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute y, the denominators at their block's reference if DEN is given, and flags for underflowed tiles.
@@ -220,13 +220,13 @@ def forward_kernel(
     num += older * (scale * load_past(PAST, b, j, 2, c, blocks, D))[None, :]
     den += older * (scale * load_past(PAST, b, j, 3, c, blocks, D))[None, :]
     own = load_pair(TERMS, b, j, c, B, blocks, D, BC)[1]
-    lost = find_lost(den, own, FIRST, b, t, window, PRODUCT, PRECISION, BC)
+    underflowed = find_underflowed(den, own, FIRST, b, t, window, PRODUCT, PRECISION, BC)
     finite = tl.arange(0, BC)[:, None] < load_past(PAST, b, j, 4, c, blocks, D)[None, :]
-    den = tl.where(finite, tl.where(lost, 0.0, den), float('nan'))
-    y = tl.where(lost, float('nan'), num / tl.where(den == 0.0, 1.0, den))
+    den = tl.where(finite, tl.where(underflowed, 0.0, den), float('nan'))
+    y = tl.where(underflowed, float('nan'), num / tl.where(den == 0.0, 1.0, den))
     if Q is not None:
         y = y * tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))
     store_tile(Y, y, b, t, c, T, D)
     if DEN is not None:
         store_tile(DEN, den, b, t, c, T, D)
-    mark_lost(LOST, lost, b, j, t, c, T, D)
+    mark_underflowed(UNDERFLOWED, underflowed, b, j, t, c, T, D)

@@ -1,8 +1,8 @@
 """Repair of causal AFT-local after a jump of the keys inside a block: exact, one source at a time, and rarely needed.
 
-LOST (blocks, B, strips) marks tiles with such elements; programs without any return immediately. The terms of a target
-are relative to the largest one, with its key and its bias subtracted separately, so that no digits of a large key are
-lost.
+UNDERFLOWED (blocks, B, strips) marks tiles with such elements; programs without any return immediately. The terms of a
+target are relative to the largest one, with its key and its bias subtracted separately, so that no digits of a large
+key are lost.
 """
 
 import triton
@@ -13,12 +13,12 @@ from aft_vision.ops.common.kernels import load_keys, load_tile, load_values, sto
 
 
 @triton.jit
-def has_lost(LOST, first, count, stride):
+def has_underflowed(UNDERFLOWED, first, count, stride):
     """Return whether any of `count` tiles is marked, starting at `first` with step `stride`."""
     found = 0
     for start in range(0, count, 128):
         i = start + tl.arange(0, 128)
-        found = tl.maximum(found, tl.max(tl.load(LOST + first + i * stride, mask=i < count, other=0), 0))
+        found = tl.maximum(found, tl.max(tl.load(UNDERFLOWED + first + i * stride, mask=i < count, other=0), 0))
     return found > 0
 
 
@@ -64,8 +64,8 @@ def load_rows(G, Y, DEN, Q, sums, b, t, c, g_strides, y_strides, q_strides, T, D
     gy = g * load_tile(Y, b, t, c, y_strides[0], y_strides[1], T, D)
     if Q is not None:
         g = g * tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))
-    lost = (load_tile(DEN, b, t, c, T * D, D, T, D) < LIMIT) & (sums > 0.0)
-    top = tl.where(lost, 1.0 / tl.where(lost, sums, 1.0), 0.0)
+    underflowed = (load_tile(DEN, b, t, c, T * D, D, T, D) < LIMIT) & (sums > 0.0)
+    top = tl.where(underflowed, 1.0 / tl.where(underflowed, sums, 1.0), 0.0)
     return g * top, -gy * top
 
 
@@ -78,12 +78,12 @@ def pick(x, i, axis: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, MASK, BAND, PAST, Y, LOST, T, D, window, blocks, tiles, q_strides, k_strides, v_strides,
+    Q, K, V, MASK, BAND, PAST, Y, UNDERFLOWED, T, D, window, blocks, tiles, q_strides, k_strides, v_strides,
     BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute y of underflowed elements, which is NaN so far, in marked tiles."""
     j, b = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    if tl.load(LOST + (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)) > 0:
+    if tl.load(UNDERFLOWED + (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)) > 0:
         c = tl.program_id(1) * BD + tl.arange(0, BD)
         t = j * BC + tl.arange(0, BC)
         _, _, num, den = find_sums(
@@ -100,14 +100,14 @@ def forward_kernel(
 
 @triton.jit
 def sources_kernel(
-    G, Y, DEN, Q, K, V, MASK, BAND, PAST, LOST, DK, DV, T, D, window, blocks, tiles, g_strides, y_strides, q_strides,
-    k_strides, v_strides,
+    G, Y, DEN, Q, K, V, MASK, BAND, PAST, UNDERFLOWED, DK, DV, T, D, window, blocks, tiles,
+    g_strides, y_strides, q_strides, k_strides, v_strides,
     BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradients of k and v."""
     i, b, step = tl.program_id(0), tl.program_id(2).to(tl.int64), tl.num_programs(1) * tl.num_programs(2)
-    LOST += b * tl.num_programs(1) + tl.program_id(1)
-    if has_lost(LOST, i * step, blocks - i, step):
+    UNDERFLOWED += b * tl.num_programs(1) + tl.program_id(1)
+    if has_underflowed(UNDERFLOWED, i * step, blocks - i, step):
         c = tl.program_id(1) * BD + tl.arange(0, BD)
         s = i * BC + tl.arange(0, BC)
         k = load_keys(K, MASK, b, s, c, k_strides[0], k_strides[1], T, D)
@@ -115,7 +115,7 @@ def sources_kernel(
         dk = load_tile(DK, b, s, c, T * D, D, T, D)
         dv = load_tile(DV, b, s, c, T * D, D, T, D)
         for j in range(i, blocks):
-            if tl.load(LOST + j * step) > 0:
+            if tl.load(UNDERFLOWED + j * step) > 0:
                 base, bias, _, den = find_sums(
                     K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides, BC, BD
                 )
@@ -136,8 +136,8 @@ def sources_kernel(
 
 @triton.jit
 def band_kernel(
-    G, Y, DEN, Q, K, V, MASK, BAND, PAST, LOST, DBAND, B, T, D, window, blocks, tiles, strips, g_strides, y_strides,
-    q_strides, k_strides, v_strides,
+    G, Y, DEN, Q, K, V, MASK, BAND, PAST, UNDERFLOWED, DBAND, B, T, D, window, blocks, tiles, strips,
+    g_strides, y_strides, q_strides, k_strides, v_strides,
     BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradient of a tile of the band."""
@@ -145,10 +145,10 @@ def band_kernel(
     t = j * BC + tl.arange(0, BC)
     s = (j - tl.program_id(1)) * BC + tl.arange(0, BC)
     s = tl.where(s < 0, T, s)
-    if has_lost(LOST, j * B * strips, B * strips, 1):
+    if has_underflowed(UNDERFLOWED, j * B * strips, B * strips, 1):
         sums = tl.zeros([BC, BC], tl.float32)
         for i in range(0, B * strips):
-            if tl.load(LOST + j * B * strips + i) > 0:
+            if tl.load(UNDERFLOWED + j * B * strips + i) > 0:
                 b, c = (i // strips).to(tl.int64), i % strips * BD + tl.arange(0, BD)
                 base, bias, _, den = find_sums(
                     K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides, BC, BD

@@ -94,7 +94,7 @@ class _Call:
         )
         return found
 
-    def lost(self) -> Tensor:
+    def underflowed(self) -> Tensor:
         """Return an uninitialised buffer of flags for tiles with underflowed elements."""
         return torch.empty((self.blocks, self.B, self.strips), dtype=torch.int32, device=self.v.device)
 
@@ -105,9 +105,9 @@ def local_causal_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tenso
     y, den, q = empty_output(q, v), empty_denominator(k, v, save), rows(q)
     with launching('local_causal_forward', v):
         call = _Call(k, v, band, mask)
-        lost = call.lost()
+        underflowed = call.underflowed()
         device.forward_kernel[call.grid](
-            *(q, call.weights, call.older, call.past, call.terms(), y, den if save else None, lost, call.first),
+            *(q, call.weights, call.older, call.past, call.terms(), y, den if save else None, underflowed, call.first),
             call.B,
             *call.sizes,
             *_strides(q),
@@ -117,7 +117,7 @@ def local_causal_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tenso
         repair.forward_kernel[call.grid](
             q,
             *call.keys_and_values,
-            *(call.band, call.past, y, lost),
+            *(call.band, call.past, y, underflowed),
             *call.sizes,
             *_strides(q, call.k, call.v),
             **call.tile,
@@ -137,9 +137,9 @@ def local_causal_backward(
         call = _Call(k, v, band, mask)
         r = call.pair()
         dpast = torch.empty((call.B, call.blocks, 2, call.D), dtype=torch.float32, device=v.device)
-        lost = call.lost()
+        underflowed = call.underflowed()
         backward.rows_kernel[call.grid](
-            *(grad, y, den, q, call.older, dq, r, dpast, lost, call.first),
+            *(grad, y, den, q, call.older, dq, r, dpast, underflowed, call.first),
             *(call.B, call.T, call.D, call.blocks),
             *_strides(grad, y, q),
             **call.tile,
@@ -157,13 +157,15 @@ def local_causal_backward(
         )
         tensors, steps = (grad, y, den, q, *call.keys_and_values), _strides(grad, y, q, call.k, call.v)
         repair.sources_kernel[call.grid](
-            *(*tensors, call.band, call.past, lost, dk, dv, *call.sizes, *steps), **call.tile, num_warps=REPAIR_WARPS
+            *(*tensors, call.band, call.past, underflowed, dk, dv, *call.sizes, *steps),
+            **call.tile,
+            num_warps=REPAIR_WARPS,
         )
         dband = band.new_empty(0)
         if need_bias:
             found = _band_grad(call, r)
             repair.band_kernel[(call.blocks, call.tiles)](
-                *(*tensors, call.band, call.past, lost, found, call.B, *call.sizes, call.strips, *steps),
+                *(*tensors, call.band, call.past, underflowed, found, call.B, *call.sizes, call.strips, *steps),
                 **call.tile,
                 num_warps=REPAIR_WARPS,
             )

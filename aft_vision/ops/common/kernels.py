@@ -67,8 +67,8 @@ def load_row(X, b, t, c, x_batch, x_token, D, other):
 
 @tuned([], {'BT': 8, 'BD': 16}, ({'BT': 64, 'BD': 64}, 4))
 @triton.jit
-def peak_kernel(K, MASK, PEAK, LOST, T, D, strides, BT: tl.constexpr, BD: tl.constexpr):
-    """Find the largest key that counts of each sequence and channel (B, D), finite; LOST becomes as many times 0."""
+def peak_kernel(K, MASK, PEAK, UNDERFLOWED, T, D, strides, BT: tl.constexpr, BD: tl.constexpr):
+    """Find the largest key that counts of each sequence and channel (B, D), finite; fill UNDERFLOWED with 0."""
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = tl.program_id(0) % tiles * BD + tl.arange(0, BD)
@@ -77,7 +77,7 @@ def peak_kernel(K, MASK, PEAK, LOST, T, D, strides, BT: tl.constexpr, BD: tl.con
         t = start + tl.arange(0, BT)
         peak = tl.maximum(peak, tl.max(load_keys(K, MASK, b, t, c, strides[0], strides[1], T, D), 0))
     tl.store(PEAK + b * D + c, peak, mask=c < D)
-    tl.store(LOST + b * D + c, 0, mask=c < D)
+    tl.store(UNDERFLOWED + b * D + c, 0, mask=c < D)
 
 
 def largest_keys(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from aft_vision.ops.common.numerics import (
     may_branch,
     shifted_exp,
 )
-from aft_vision.ops.common.repair import joint_softmax, lost_elements
+from aft_vision.ops.common.repair import joint_softmax, underflowed_elements
 
 # Workspace of one batch chunk, in elements of (token, batch, value and key); fits into the caches.
 CHUNK_ELEMENTS = 1 << 21
@@ -136,12 +136,12 @@ def _forward_chunk(inputs: Qkv, weights: Weights, spaces: list[Workspace], out: 
     _fill_exponentials(x, k, v, mask)
     sums = weights.apply(x, spare)
     dtype, bottom = accumulate_dtype(v), sums.keys.to(accumulate_dtype(v))
-    lost = _underflowed(bottom)
+    underflowed = _underflowed(bottom)
     if den.numel():
         den.copy_(sums.keys.squeeze(-1))
-    ratio = sums.values.to(dtype).div_(bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
-    if lost is not None and may_branch(k):
-        _repair_forward(ratio, k, v, mask, weights, lost)  # ratio is (b, T, h, c)
+    ratio = sums.values.to(dtype).div_(bottom if underflowed is None else bottom.clamp_min(UNDERFLOW[dtype]))
+    if underflowed is not None and may_branch(k):
+        _repair_forward(ratio, k, v, mask, weights, underflowed)  # ratio is (b, T, h, c)
     _write_gated(out, q, ratio)
 
 
@@ -166,13 +166,13 @@ def _backward_chunk(
     if s is not None and dq is not None:
         dq.copy_(torch.addcmul(go, go, s, value=-1))
     bottom = den.to(dtype).unsqueeze(-1)  # (b, T, h, 1)
-    lost = _underflowed(bottom)
+    underflowed = _underflowed(bottom)
     a = by_head(g if s is None else g * s, heads)  # (b, T, h, c)
     r, x, spare = spaces
     r = r.of_targets()
-    top = 1 / (bottom if lost is None else bottom.clamp_min(UNDERFLOW[dtype]))
-    if lost is not None:
-        top = top.masked_fill(lost, 0.0)
+    top = 1 / (bottom if underflowed is None else bottom.clamp_min(UNDERFLOW[dtype]))
+    if underflowed is not None:
+        top = top.masked_fill(underflowed, 0.0)
     torch.mul(a, top, out=r.values)
     r.keys.copy_(by_head(go, heads).sum(-1, keepdim=True).mul_(top).neg_())
     _fill_exponentials(x, k, v_, mask)
@@ -183,15 +183,17 @@ def _backward_chunk(
     torch.mul((z.values * v_).sum(-1, keepdim=True).add_(z.keys), x.keys, out=dk_)
     if need_bias:
         weights.add_grad(r, x)
-    if lost is not None and may_branch(k):
-        _repair_backward(a, k, v_, mask, weights, lost, dk_, dv_, need_bias)
+    if underflowed is not None and may_branch(k):
+        _repair_backward(a, k, v_, mask, weights, underflowed, dk_, dv_, need_bias)
     for found, d in zip(wide, (dk, dv), strict=True):
         if found is not d:
             d.copy_(found)
 
 
-def _repair_forward(ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights, lost: Tensor) -> None:
-    for index in lost_elements(lost.squeeze(-1), v.shape[1] * (v.shape[3] + 1)):
+def _repair_forward(
+    ratio: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: Weights, underflowed: Tensor
+) -> None:
+    for index in underflowed_elements(underflowed.squeeze(-1), v.shape[1] * (v.shape[3] + 1)):
         batch, target, head = index
         p = joint_softmax(k, mask, batch, head, weights.bias_rows(head, target))
         ratio[index] = torch.bmm(p.unsqueeze(1), v.transpose(1, 2)[batch, head].double()).squeeze(1).to(ratio.dtype)
@@ -203,12 +205,12 @@ def _repair_backward(
     v: Tensor,
     mask: Tensor | None,
     weights: Weights,
-    lost: Tensor,
+    underflowed: Tensor,
     dk: Tensor,
     dv: Tensor,
     need_bias: bool,
 ) -> None:
-    for index in lost_elements(lost.squeeze(-1), v.shape[1] * (v.shape[3] + 1)):
+    for index in underflowed_elements(underflowed.squeeze(-1), v.shape[1] * (v.shape[3] + 1)):
         batch, target, head = index
         p = joint_softmax(k, mask, batch, head, weights.bias_rows(head, target))  # (N, T)
         values = v.transpose(1, 2)[batch, head].double()  # (N, T, c)

@@ -11,14 +11,14 @@ from aft_vision.ops.common.numerics import masked_keys
 REPAIR_ELEMENTS = 1 << 20
 
 
-def lost_elements(lost: Tensor, elements_each: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield indices (batch, target, head) of the True elements of lost (B, T, h), in chunks that fit the workspace.
+def underflowed_elements(underflowed: Tensor, elements_each: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield indices (batch, target, head) of the True elements, in chunks that fit the workspace.
 
     Args:
-        lost: (B, T, h) bool.
-        elements_each: workspace elements per lost element.
+        underflowed: (B, T, h) bool.
+        elements_each: workspace elements per underflowed element.
     """
-    for index in lost.nonzero().split(max(1, REPAIR_ELEMENTS // elements_each)):
+    for index in underflowed.nonzero().split(max(1, REPAIR_ELEMENTS // elements_each)):
         yield index.unbind(1)
 
 

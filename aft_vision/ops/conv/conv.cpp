@@ -229,7 +229,7 @@ struct Forward {
     return good;
   }
 
-  // The ratios of a token and head for each sequence, from the sums of its columns; returns whether none is lost.
+  // The ratios of a token and head for each sequence, from the sums of its columns; returns whether none is underflowed.
   bool divide(const Group &g, int64_t head, int64_t t, const float *found, float *ratio) const {
     const int64_t width = in.s.per_head, images = g.images, hop = ratios.width();
     const float underflow = in.underflow;
@@ -314,7 +314,7 @@ struct Backward {
       });
   }
 
-  // The columns of the i'th kept token and a head; returns whether no denominator is lost.
+  // The columns of the i'th kept token and a head; returns whether no denominator is underflowed.
   bool divide(const Group &g, int64_t head, int64_t t, int64_t i, float *columns) const {
     const int64_t width = in.s.per_head, images = g.images, hop = a.width();
     const float *top = a[i * images] + head * width, *product = go[i * images] + head * width;
@@ -354,7 +354,7 @@ struct Backward {
   }
 };
 
-// Call what `make` makes, a pointer, for each thread with every group; return whether nothing is lost.
+// Call what `make` makes, a pointer, for each thread with every group; return whether nothing is underflowed.
 template <typename Op, typename F>
 int each_group(const Inputs<Op> &in, int threads, F make) {
   const Cut cut(in.s, threads);

@@ -202,15 +202,15 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
         std::fill(bottom.begin(), bottom.end(), block.outside * block.key_sum + block.fill);
         block.taps.mix(block.values.data(), num.data());
         block.taps.mix(block.keys.data(), bottom.data());
-        IntVec lost{};
+        IntVec inexact{};
         for (int64_t t = 0; t < s.tokens(); ++t) {
-          lost |= loses_digits(bottom[t], block.key_sum * block.outside, limits);
+          inexact |= loses_digits(bottom[t], block.key_sum * block.outside, limits);
           Vec y = num[t] / bottom[t];
           if (q.data) y *= sigmoid(load(block.at(q, b, t), block.lanes));
           store(block.at(out, b, t), y, block.lanes);
           if (den.data) store(block.at(den, b, t), bottom[t], block.lanes);
         }
-        good = good && !any(lost & below(block.lanes));
+        good = good && !any(inexact & below(block.lanes));
       }
     });
   }
@@ -248,10 +248,10 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
             block.taps.mix(block.keys.data(), bottoms.data());
           }
           Sum top_sum, low_sum;
-          IntVec lost{};
+          IntVec inexact{};
           for (int64_t t = 0; t < s.tokens(); ++t) {
             const Vec bottom = den.data ? load(block.at(den, b, t), block.lanes) : bottoms[t];
-            lost |= loses_digits(bottom, block.key_sum * block.outside, limits);
+            inexact |= loses_digits(bottom, block.key_sum * block.outside, limits);
             const Vec g = load(block.at(grad, b, t), block.lanes);
             const Vec go = g * load(block.at(y, b, t), block.lanes);
             Vec a = g;
@@ -265,7 +265,7 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
             top_sum.add(top[place] = a / bottom);
             low_sum.add(low[place] = -go / bottom);
           }
-          good = good && !any(lost & below(block.lanes));
+          good = good && !any(inexact & below(block.lanes));
           std::fill(d_values.begin(), d_values.end(), block.outside * top_sum.value());
           std::fill(d_keys.begin(), d_keys.end(), block.outside * low_sum.value());
           block.taps.mix_transposed(top.data(), d_values.data());

@@ -38,7 +38,7 @@ def find_shift(t, s, width, size):
 @tuned(['T', 'D', 'size'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def direct_kernel(
-    Q, K, V, MASK, PEAK, TABLE, Y, DEN, LOST, B, T, D, width, size, q_strides, k_strides, v_strides, y_strides,
+    Q, K, V, MASK, PEAK, TABLE, Y, DEN, UNDERFLOWED, B, T, D, width, size, q_strides, k_strides, v_strides, y_strides,
     den_strides, BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute y, and the denominators if DEN is given, and mark underflowed ones."""
@@ -65,4 +65,4 @@ def direct_kernel(
     inside = inside & (t < T)[:, None]
     store_results(num, den, Q, Y, DEN, q_strides, y_strides, den_strides, b, t[:, None], channel, 0, inside, 1)
     peak = tl.load(PEAK + b * D + channel, mask=inside, other=MIN_FLOAT32)
-    tl.store(LOST + b * D + channel + 0 * t[:, None], 1, mask=inside & (den < LIMIT) & (peak > MIN_FLOAT32))
+    tl.store(UNDERFLOWED + b * D + channel + 0 * t[:, None], 1, mask=inside & (den < LIMIT) & (peak > MIN_FLOAT32))

@@ -156,7 +156,7 @@ def terms_kernel(
 
 @triton.jit
 def results_kernel(
-    Q, SUMS, PEAK, Y, DEN, LOST, B, heads, total, length, columns, q_strides, y_strides, den_strides,
+    Q, SUMS, PEAK, Y, DEN, UNDERFLOWED, B, heads, total, length, columns, q_strides, y_strides, den_strides,
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Compute y of one token from its sums, and the denominators if DEN is given, and mark underflowed ones."""
@@ -166,26 +166,26 @@ def results_kernel(
     num = tl.load(place + c * B, mask=inside & (c < C), other=0.0)
     store_results(num, den, Q, Y, DEN, q_strides, y_strides, den_strides, b, t, h, c, inside, C)
     peak = tl.load(PEAK + b * total + h, mask=inside, other=MIN_FLOAT32)
-    tl.store(LOST + b * total + h, 1, mask=(den < LIMIT) & (peak > MIN_FLOAT32))
+    tl.store(UNDERFLOWED + b * total + h, 1, mask=(den < LIMIT) & (peak > MIN_FLOAT32))
 
 
 @triton.jit
 def targets_kernel(
-    G, Y, DEN, Q, PEAK, DQ, SLOPES, LOST,
+    G, Y, DEN, Q, PEAK, DQ, SLOPES, UNDERFLOWED,
     B, T, heads, total, length, columns, g_strides, y_strides, den_strides, q_strides, dq_strides,
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of q and of the sums of one token, 0 where the denominator underflowed; marks those."""
     t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
     seen = mask_if(t < T, inside)
-    d_num, d_den, lost = find_slopes(
+    d_num, d_den, underflowed = find_slopes(
         G, Y, DEN, Q, DQ, g_strides, y_strides, den_strides, q_strides, dq_strides, b, t, h, c, seen, C
     )
     place = SLOPES + (h * length + t) * columns + b
     tl.store(place + c * B, d_num, mask=inside & (c < C))
     tl.store(place + C * B, d_den, mask=inside)
     peak = tl.load(PEAK + b * total + h, mask=inside, other=MIN_FLOAT32)
-    tl.store(LOST + b * total + h, 1, mask=seen & lost & (peak > MIN_FLOAT32))
+    tl.store(UNDERFLOWED + b * total + h, 1, mask=seen & underflowed & (peak > MIN_FLOAT32))
 
 
 @triton.jit

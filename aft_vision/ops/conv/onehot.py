@@ -57,10 +57,10 @@ class _Sums:
         self.den = self.total + self.extra  # (B, T, h)
         cancels = CANCELLATION * (self.total - 1.0 + torch.exp(self.weight)) < self.total  # (B, 1, h)
         # Where the softmax is needed, (B, T, h): at the largest key, if it dominates.
-        self.lost: Tensor | None = None
+        self.cancelled: Tensor | None = None
         if not branch or bool(cancels.any()):
-            self.lost = cancels & (self.logits == 0)
-            self.den = self.den.masked_fill(self.lost, float('inf'))
+            self.cancelled = cancels & (self.logits == 0)
+            self.den = self.den.masked_fill(self.cancelled, float('inf'))
 
     def biased(self) -> Tensor:
         """Return e^w times `exp`, (B, T, h)."""
@@ -72,17 +72,17 @@ class _Sums:
         """Return the means for every shifted source, and last for no source, (B, T + 1, h, c)."""
         whole = (self.exp.unsqueeze(-1) * self.values).sum(1, keepdim=True) / self.total.unsqueeze(-1)
         means = torch.lerp(whole, self.values, (self.extra / self.den).unsqueeze(-1))
-        if self.lost is not None:
-            means = torch.where(self.lost.unsqueeze(-1), self.lost_mean(self.lost_weights()), means)
+        if self.cancelled is not None:
+            means = torch.where(self.cancelled.unsqueeze(-1), self.cancelled_mean(self.cancelled_weights()), means)
         return torch.cat([means, whole], 1)
 
-    def lost_weights(self) -> Tensor:
+    def cancelled_weights(self) -> Tensor:
         """Return the weight of each source if the largest key is the shifted source, (B, T, h)."""
-        assert self.lost is not None
-        logits = torch.where(self.lost, self.logits + self.weight, self.logits)
+        assert self.cancelled is not None
+        logits = torch.where(self.cancelled, self.logits + self.weight, self.logits)
         return torch.softmax(logits.clamp_min(torch.finfo(logits.dtype).min), 1) * (logits > float('-inf'))
 
-    def lost_mean(self, p: Tensor) -> Tensor:
+    def cancelled_mean(self, p: Tensor) -> Tensor:
         return (p.unsqueeze(-1) * self.values).sum(1, keepdim=True)  # (B, 1, h, c)
 
 
@@ -149,15 +149,15 @@ def _chunk_backward(sums: _Sums, g: Tensor, targets: Tensor, outside: Tensor) ->
     dv = (exp * dnum).addcmul_(extra, top)
     dk = _channel_sum(values * dnum).sub_(dden).mul_(exp).addcmul_(extra, own).squeeze(-1)
     dweight = (sums.biased() * own.squeeze(-1)).sum((0, 1))
-    if sums.lost is not None:
-        p = sums.lost_weights()
-        at_lost = sums.lost.unsqueeze(-1)
-        g_lost = (at_source * at_lost).sum(1, keepdim=True)  # (b, 1, h, c)
-        centred = values - (values * at_lost).sum(1, keepdim=True)
-        dlogits = p * ((centred - (p.unsqueeze(-1) * centred).sum(1, keepdim=True)) * g_lost).sum(3)
+    if sums.cancelled is not None:
+        p = sums.cancelled_weights()
+        at_cancelled = sums.cancelled.unsqueeze(-1)
+        g_cancelled = (at_source * at_cancelled).sum(1, keepdim=True)  # (b, 1, h, c)
+        centred = values - (values * at_cancelled).sum(1, keepdim=True)
+        dlogits = p * ((centred - (p.unsqueeze(-1) * centred).sum(1, keepdim=True)) * g_cancelled).sum(3)
         dk += dlogits
-        dv += p.unsqueeze(-1) * g_lost
-        dweight += (dlogits * sums.lost).sum((0, 1))
+        dv += p.unsqueeze(-1) * g_cancelled
+        dweight += (dlogits * sums.cancelled).sum((0, 1))
     return dk, dv, dweight
 
 

@@ -1,8 +1,8 @@
 """Repair of AFT-conv and AFT-axial for targets whose sources all underflowed: exact, term by term, and rarely needed.
 
-LOST (B, heads) marks the sequences and heads with such targets. Almost never is one marked, so a program looks at FLAGS
-of them at once. The terms of a target are relative to the largest one, with its key and its bias subtracted separately,
-so that no digits of a large key are lost.
+UNDERFLOWED (B, heads) marks the sequences and heads with such targets. Almost never is one marked, so a program reads
+FLAGS of them at once. The terms of a target are relative to the largest one, with its key and its bias subtracted
+separately, so that no digits of a large key are lost.
 """
 
 import triton
@@ -75,11 +75,11 @@ def find_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS: tl.constexpr):
 
 
 @triton.jit
-def find_lost(DEN, sums, b, head, t, T, heads):
+def find_underflowed(DEN, sums, b, head, t, T, heads):
     """Return 1 / sums of underflowed targets, 0 for others and for those that see no source."""
     den = tl.load(DEN + (b * T + t) * heads + head, mask=t < T, other=1.0).to(tl.float32)
-    lost = (den < LIMIT) & (sums > 0.0)
-    return tl.where(lost, 1.0 / tl.where(lost, sums, 1.0), 0.0)
+    underflowed = (den < LIMIT) & (sums > 0.0)
+    return tl.where(underflowed, 1.0 / tl.where(underflowed, sums, 1.0), 0.0)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, T, width, heads, BS:
     """Return the shares of sources s in the means of underflowed targets t; 0 for other targets."""
     base, bias, den = find_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS)
     k, w = load_logits(K, MASK, BIAS, strides, b, head, t, s, T, width)
-    top = find_lost(DEN, den, b, head, t, T, heads)[:, None]
+    top = find_underflowed(DEN, den, b, head, t, T, heads)[:, None]
     return tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
 
 
@@ -108,17 +108,17 @@ def find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD: tl.constexpr
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, MASK, BIAS, Y, LOST, B, T, width, heads, C, q_strides, k_strides, v_strides, y_strides,
+    Q, K, V, MASK, BIAS, Y, UNDERFLOWED, B, T, width, heads, C, q_strides, k_strides, v_strides, y_strides,
     PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute y of marked sequences and heads."""
     first, total = tl.program_id(0) * FLAGS, B * heads
     flags = first + tl.arange(0, FLAGS)
-    if tl.max(tl.load(LOST + flags, mask=flags < total, other=0), 0) == 0:
+    if tl.max(tl.load(UNDERFLOWED + flags, mask=flags < total, other=0), 0) == 0:
         return
     t = tl.program_id(1) * BT + tl.arange(0, BT)
     for pair in range(first, tl.minimum(first + FLAGS, total)):
-        if tl.load(LOST + pair) > 0:
+        if tl.load(UNDERFLOWED + pair) > 0:
             b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
             base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
             top = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
@@ -139,17 +139,17 @@ def forward_kernel(
 
 @triton.jit
 def sources_kernel(
-    G, Y, DEN, Q, K, V, MASK, BIAS, LOST, DK, DV, B, T, width, heads, C, strides, k_strides, dv_strides,
+    G, Y, DEN, Q, K, V, MASK, BIAS, UNDERFLOWED, DK, DV, B, T, width, heads, C, strides, k_strides, dv_strides,
     PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add to the gradients of k and v."""
     first, total = tl.program_id(0) * FLAGS, B * heads
     flags = first + tl.arange(0, FLAGS)
-    if tl.max(tl.load(LOST + flags, mask=flags < total, other=0), 0) == 0:
+    if tl.max(tl.load(UNDERFLOWED + flags, mask=flags < total, other=0), 0) == 0:
         return
     s = tl.program_id(1) * BT + tl.arange(0, BT)
     for pair in range(first, tl.minimum(first + FLAGS, total)):
-        if tl.load(LOST + pair) > 0:
+        if tl.load(UNDERFLOWED + pair) > 0:
             b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
             dk = tl.zeros([BT], tl.float32)
             for other in range(0, T, BT):
@@ -180,7 +180,7 @@ def sources_kernel(
 
 @triton.jit
 def table_kernel(
-    G, Y, DEN, Q, K, V, MASK, BIAS, LOST, OUT, B, T, width, heads, C, reach_y, reach_x, strides, k_strides,
+    G, Y, DEN, Q, K, V, MASK, BIAS, UNDERFLOWED, OUT, B, T, width, heads, C, reach_y, reach_x, strides, k_strides,
     PRECISION: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the biases between targets of a grid line and sources dy lines below, over all lines."""
@@ -192,9 +192,9 @@ def table_kernel(
     sums = tl.zeros([BW, BW], tl.float32)
     for start in range(0, B, FLAGS):
         sequence = start + tl.arange(0, FLAGS)
-        if tl.max(tl.load(LOST + sequence * heads + head, mask=sequence < B, other=0), 0) > 0:
+        if tl.max(tl.load(UNDERFLOWED + sequence * heads + head, mask=sequence < B, other=0), 0) > 0:
             for i in range(start, tl.minimum(start + FLAGS, B)):
-                if tl.load(LOST + i * heads + head) > 0:
+                if tl.load(UNDERFLOWED + i * heads + head) > 0:
                     b = tl.full([], i, tl.int64)
                     for y in range(tl.maximum(0, -dy), tl.minimum(height, height - dy)):
                         t = tl.where(target < width, y * width + target, T)

@@ -82,9 +82,9 @@ class _Call:
         self.direct = self.C == 1 and (self.B <= DIRECT_INTERPRETED if interprets() else self.B <= DIRECT)
         # Flags, all 0, of heads of sequences with underflowed targets.
         if not self.whole:
-            self.peak, self.lost = largest_keys(self.k, self.mask)
+            self.peak, self.underflowed = largest_keys(self.k, self.mask)
         else:
-            self.lost = torch.zeros((self.B, self.heads), dtype=torch.int32, device=self.k.device)
+            self.underflowed = torch.zeros((self.B, self.heads), dtype=torch.int32, device=self.k.device)
         elements, most = (INTERPRETED_ELEMENTS, INTERPRETED_SEQUENCES) if interprets() else (TILE, SEQUENCES)
         channels, few = triton.next_power_of_2(self.C), min(most, triton.next_power_of_2(self.B))
         sequences = min(few, max(1, elements // channels))
@@ -109,7 +109,7 @@ class _Call:
         window, D = self.window, self.heads
         table = torch.empty((window.size**2 + 1, D), dtype=torch.float32, device=self.v.device)
         shifts_kernel[(D,)](window, table, D, self.T, self.grid[1], BLOCK=self.block)
-        tensors = self.q, self.k, self.v, self.mask, self.peak, table, y, den, self.lost
+        tensors = self.q, self.k, self.v, self.mask, self.peak, table, y, den, self.underflowed
         direct_kernel[lambda tile: (triton.cdiv(D, tile['BD']) * triton.cdiv(self.T, tile['BT']) * self.B,)](
             *(*tensors, self.B, self.T, D, self.grid[1], window.size), *strides(self.q, self.k, self.v, y, den)
         )
@@ -124,7 +124,7 @@ class _Call:
 
     def forward_whole(self, y: Tensor, den: Tensor | None) -> None:
         """Write y and the denominators of short sequences."""
-        tensors = self.q, self.k, self.v, self.mask, self.weights(0, self.heads, self.whole), y, den, self.lost
+        tensors = self.q, self.k, self.v, self.mask, self.weights(0, self.heads, self.whole), y, den, self.underflowed
         self.run_whole(whole_results_kernel, tensors, *strides(self.q, self.k, self.v, y, den))
 
     def backward_whole(
@@ -136,7 +136,17 @@ class _Call:
             torch.empty(operand, dtype=self.product, device=self.v.device) if need_bias else None for _ in range(2)
         )
         known = grad, y, den, self.q, self.k, self.v
-        tensors = *known, self.mask, self.weights(0, self.heads, self.whole), dq, dk, dv, slopes, terms, self.lost
+        tensors = (
+            *known,
+            self.mask,
+            self.weights(0, self.heads, self.whole),
+            dq,
+            dk,
+            dv,
+            slopes,
+            terms,
+            self.underflowed,
+        )
         self.run_whole(whole_sources_kernel, tensors, self.length, *strides(*known, dq, dk, dv))
         return None if slopes is None or terms is None else multiply(slopes, terms.mT)
 
@@ -158,7 +168,9 @@ class _Part:
     def __init__(self, call: _Call, first: int, heads: int) -> None:
         self.call, self.first, self.heads = call, first, heads
         self.sizes = call.B, call.T, heads, call.heads, call.length, call.columns
-        self.k, self.v, self.peak, self.lost = (self.of(x) for x in (call.k, call.v, call.peak, call.lost))
+        self.k, self.v, self.peak, self.underflowed = (
+            self.of(x) for x in (call.k, call.v, call.peak, call.underflowed)
+        )
         self.q = None if call.q is None else self.of(call.q)
 
     def of(self, x: Tensor) -> Tensor:
@@ -197,7 +209,7 @@ class _Part:
         call, sums = self.call, multiply(self.weights(), self.terms())
         y, den = self.of(y), None if den is None else self.of(den)
         sizes = call.B, self.heads, call.heads, call.length, call.columns
-        tensors = self.q, sums, self.peak, y, den, self.lost
+        tensors = self.q, sums, self.peak, y, den, self.underflowed
         self.run(results_kernel, tensors, call.T, *sizes, *strides(self.q, y, den))
 
     def backward(self, grad: Tensor, y: Tensor, den: Tensor, dq: Tensor | None, dk: Tensor, dv: Tensor) -> Tensor:
@@ -205,7 +217,7 @@ class _Part:
         call, slopes = self.call, self.matrix()
         grad, y, den, dk, dv = (self.of(x) for x in (grad, y, den, dk, dv))
         dq = None if dq is None else self.of(dq)
-        known = grad, y, den, self.q, self.peak, dq, slopes, self.lost
+        known = grad, y, den, self.q, self.peak, dq, slopes, self.underflowed
         self.run(targets_kernel, known, call.length, *self.sizes, *strides(grad, y, den, self.q, dq))
         results = multiply(self.weights().mT, slopes), self.k, self.v, call.mask, self.peak, dk, dv
         self.run(sources_kernel, results, call.T, *self.sizes, *strides(self.k, self.v, dk, dv))
@@ -225,7 +237,7 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
             for part in call.parts():
                 part.forward(y, den if save else None)
         repair.forward_kernel[repairs(call.k)](
-            *(call.q, call.k, call.v, call.mask, call.window, y, call.lost),
+            *(call.q, call.k, call.v, call.mask, call.window, y, call.underflowed),
             *(*call.sizes, *strides(call.q, call.k, call.v, y)),
             PRECISION=precision(),
             **REPAIR,
@@ -252,7 +264,7 @@ def conv_backward(
                 slopes = part.backward(grad, y, den, dq, dk, dv)
                 if need_bias:
                     lines.add(multiply(slopes, part.terms().mT), sums[part.first :])
-        tensors = grad, y, den, call.q, call.k, call.v, call.mask, call.window, call.lost
+        tensors = grad, y, den, call.q, call.k, call.v, call.mask, call.window, call.underflowed
         steps = tuple(strides(grad, y, call.q, call.v)), *strides(call.k)
         repair.sources_kernel[repairs(call.k)](
             *(*tensors, dk, dv, *call.sizes, *steps), *strides(dv), PRECISION=precision(), **REPAIR

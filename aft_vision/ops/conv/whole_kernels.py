@@ -50,7 +50,7 @@ def store_operand(X, x, b, t, head, c, inside, B, length, BC: tl.constexpr):
 @tuned(['T', 'C'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def whole_results_kernel(
-    Q, K, V, MASK, WEIGHTS, Y, DEN, LOST, B, T, heads, q_strides, k_strides, v_strides, y_strides, den_strides,
+    Q, K, V, MASK, WEIGHTS, Y, DEN, UNDERFLOWED, B, T, heads, q_strides, k_strides, v_strides, y_strides, den_strides,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, LENGTH: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
     BT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -68,13 +68,13 @@ def whole_results_kernel(
         t = t[:, None, None]
         inside = exists & (t < T)
         store_results(num, den, Q, Y, DEN, q_strides, y_strides, den_strides, b, t, head, c, inside, C)
-        tl.store(LOST + b * heads + head + 0 * t, 1, mask=inside & (den < LIMIT) & (peak > MIN_FLOAT32))
+        tl.store(UNDERFLOWED + b * heads + head + 0 * t, 1, mask=inside & (den < LIMIT) & (peak > MIN_FLOAT32))
 
 
 @tuned(['T', 'C'], INTERPRETED_TILE, *TILES)
 @triton.jit
 def whole_sources_kernel(
-    G, Y, DEN, Q, K, V, MASK, WEIGHTS, DQ, DK, DV, SLOPES, TERMS, LOST, B, T, heads, length,
+    G, Y, DEN, Q, K, V, MASK, WEIGHTS, DQ, DK, DV, SLOPES, TERMS, UNDERFLOWED, B, T, heads, length,
     g_strides, y_strides, den_strides, q_strides, k_strides, v_strides, dq_strides, dk_strides, dv_strides,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, LENGTH: tl.constexpr, C: tl.constexpr, BC: tl.constexpr,
     BT: tl.constexpr, COLUMNS: tl.constexpr,
@@ -87,13 +87,15 @@ def whole_sources_kernel(
     head, b, c, exists = find_sequences(B, heads, BB, BC)
     t = tl.arange(0, LENGTH)
     place = t[:, None, None]
-    d_num, d_den, lost = find_slopes(
+    d_num, d_den, underflowed = find_slopes(
         *(G, Y, DEN, Q, DQ, g_strides, y_strides, den_strides, q_strides, dq_strides),
         *(b, place, head, c, exists & (place < T), C),
     )
     slopes = tl.where(c == C, d_den, d_num)
     peak, terms = find_terms(K, V, MASK, k_strides, v_strides, b, place, head, c, exists, T, C)
-    tl.store(LOST + b * heads + head + 0 * place, 1, mask=exists & (place < T) & lost & (peak > MIN_FLOAT32))
+    tl.store(
+        UNDERFLOWED + b * heads + head + 0 * place, 1, mask=exists & (place < T) & underflowed & (peak > MIN_FLOAT32)
+    )
     if SLOPES is not None:
         store_operand(SLOPES, slopes, b, place, head, c, exists, B, length, BC)
         store_operand(TERMS, terms, b, place, head, c, exists, B, length, BC)

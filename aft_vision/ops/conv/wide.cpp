@@ -112,7 +112,7 @@ struct Worker {
     map.finish();
   }
 
-  // Writes e^(k - peak) and the denominators of a block of heads; returns whether none is lost.
+  // Writes e^(k - peak) and the denominators of a block of heads; returns whether none is underflowed.
   bool weigh(int64_t b, int64_t first, float underflow) {
     Place at{b, 0, first, rest(call.heads, first)};
     Vec peak = splat(-std::numeric_limits<float>::max());
@@ -125,17 +125,17 @@ struct Worker {
     call.weights.each(s.size, [&](int64_t i, const float *tap) { taps[i] = load(tap + first, LANES); });
     map.mix(taps.data(), load(call.weights.outside() + first, LANES), sums.data());
     const float extra = mask.fill(b);
-    IntVec lost{};
+    IntVec underflowed{};
     for (int64_t y = 0, t = 0; y < s.height; ++y)
       for (int64_t x = 0; x < s.width; ++x, ++t) {
         const int64_t place = (b * s.tokens() + t) * call.stride() + first;
         const Vec bottom = sums[t] + extra;
-        lost |= lost_lanes(bottom, at.lanes, underflow);
+        underflowed |= underflowed_lanes(bottom, at.lanes, underflow);
         store(call.e() + place, map.row(y)[x], LANES);
         store(call.bottom() + place, bottom, LANES);
         if (call.den.data) at.later(t - at.t).write(call.den, bottom);
       }
-    return !any(lost);
+    return !any(underflowed);
   }
 
   // Writes a block of channels of the result.

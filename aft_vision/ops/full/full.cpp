@@ -153,7 +153,7 @@ int forward(const Forward &call, const typename Op::Word *weights, int threads) 
       }
       const float fill = call.mask.fill(g.b);
       const bool more = g.first + g.count < s.blocks();
-      IntVec lost{};
+      IntVec underflowed{};
       each_sum<Op>(
           weights, s.tokens, g.count, x,
           [&](int64_t i, int64_t t) {
@@ -169,9 +169,9 @@ int forward(const Forward &call, const typename Op::Word *weights, int threads) 
             bottom += fill;
             if (call.den.data) at.write(call.den, bottom);
             at.write(call.out, gated(at, call.q, top / bottom));
-            lost |= lost_lanes(bottom, at.lanes, call.underflow);
+            underflowed |= underflowed_lanes(bottom, at.lanes, call.underflow);
           });
-      good = !any(lost) && good;
+      good = !any(underflowed) && good;
     });
   }
   region.finish();
@@ -264,21 +264,21 @@ struct Backward : Gradients {
         outer(s.tokens, d_weights ? together : 0),
         kept(together * s.tokens * LANES) {}
 
-  // The gradients of the sums of a block, and of q; returns the lanes whose denominators are lost.
+  // The gradients of the sums of a block, and of q; returns the lanes whose denominators are underflowed.
   IntVec spread(const Group &g, int64_t block) {
-    IntVec lost{};
+    IntVec underflowed{};
     r.fill(block, [&](int64_t t, Vec &top, Vec &bottom) {
       top = bottom = Vec{};
       if (t >= s.tokens) return;
       const Place at = g.place(block, t);
       const Vec sum = at.read(den), inverse = 1.0f / sum;
       const Spread found(at, grad, y, q, dq);
-      lost |= lost_lanes(sum, at.lanes, underflow);
+      underflowed |= underflowed_lanes(sum, at.lanes, underflow);
       top = only(found.a * inverse, at.lanes);
       bottom = only(-found.go * inverse, at.lanes);
       if (d_weights) outer.set_target(block, t, top, bottom);
     });
-    return lost;
+    return underflowed;
   }
 
   // The exponentials of a block once more.
@@ -297,9 +297,9 @@ struct Backward : Gradients {
   }
 
   bool run(const typename Op::Word *weights, const Group &g) {
-    IntVec lost{};
+    IntVec underflowed{};
     for (int64_t i = 0; i < g.count; ++i) {
-      lost |= spread(g, i);
+      underflowed |= spread(g, i);
       enter(g, i);
     }
     const bool more = g.first + g.count < s.blocks();
@@ -319,7 +319,7 @@ struct Backward : Gradients {
           at.write(dk, (top * value + bottom) * e);
         });
     if (d_weights) outer.add(g.count, d_weights);
-    return !any(lost);
+    return !any(underflowed);
   }
 };
 

@@ -60,15 +60,15 @@ def load_logits(K, MASK, BIAS, b, t, s, c, strides, T, D):
 
 
 @triton.jit
-def lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: tl.constexpr):
-    """Return the part of target t, with lost sums, in the gradients of v and of the logits of sources s."""
-    lost = load_row(DEN, b, t, c, T * D, D, D, 1.0) < LIMIT
+def underflowed_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: tl.constexpr):
+    """Return the part of target t, with underflowed sums, in the gradients of v and of the logits of sources s."""
+    underflowed = load_row(DEN, b, t, c, T * D, D, D, 1.0) < LIMIT
     a = load_row(G, b, t, c, strides[4], strides[5], D, 0.0)
     if Q is not None:
         a *= tl.sigmoid(load_row(Q, b, t, c, strides[6], strides[7], D, 0.0))
     peak, den, mean = joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, REPAIR, BD)
     logits = load_logits(K, MASK, BIAS, b, t, s, c, strides, T, D)
-    p = tl.exp((logits - peak[None, :]).to(tl.float32)) * tl.where(lost, a / den, 0.0)[None, :]
+    p = tl.exp((logits - peak[None, :]).to(tl.float32)) * tl.where(underflowed, a / den, 0.0)[None, :]
     return p, p * (load_values(V, MASK, b, s, c, strides[2], strides[3], T, D) - mean[None, :])
 
 
@@ -136,18 +136,18 @@ def store_results(
     """
     t = first + tl.arange(0, BT)
     attends = (peak > MIN_FLOAT32)[None, :] & (t < T)[:, None]
-    lost = attends & (den < LIMIT)
+    underflowed = attends & (den < LIMIT)
     y = num / tl.where(den < LIMIT, 1.0, den)
     if Q is not None:
         y *= tl.sigmoid(load_tile(Q, b, t, c, strides[4], strides[5], T, D))
     place = t[:, None] * D + c[None, :]
     inside = (t < T)[:, None] & (c < D)[None, :]
-    tl.store(Y + b * T * D + place, y, mask=inside & (lost == 0))
+    tl.store(Y + b * T * D + place, y, mask=inside & (underflowed == 0))
     if DEN is not None:
         tl.store(DEN + b * T * D + place, tl.where(attends, den, 1.0), mask=inside)
-    if tl.max(lost.to(tl.int32)) > 0:
+    if tl.max(underflowed.to(tl.int32)) > 0:
         for i in range(0, BT):
-            here = tl.max(tl.where((tl.arange(0, BT) == i)[:, None], lost.to(tl.int32), 0), 0) > 0
+            here = tl.max(tl.where((tl.arange(0, BT) == i)[:, None], underflowed.to(tl.int32), 0), 0) > 0
             if tl.max(here.to(tl.int32)) > 0:
                 mean = joint_sums(K, V, MASK, BIAS, b, first + i, c, strides, T, D, REPAIR, BD)[2]
                 if Q is not None:
@@ -206,7 +206,7 @@ def whole_results_kernel(
 
 
 @triton.jit
-def find_slopes(G, Y, DEN, Q, DQ, LOST, ANY, b, t, c, strides, T, D):
+def find_slopes(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D):
     """Return the gradients of sums, 0 where the denominator underflowed, and whether any of a channel did.
 
     Writes the gradient of q, and marks those channels. Strides of k, v, the gradient and q.
@@ -220,15 +220,15 @@ def find_slopes(G, Y, DEN, Q, DQ, LOST, ANY, b, t, c, strides, T, D):
         g *= gate
         store_tile(DQ, gy * (1.0 - gate), b, t, c, T, D)
     top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
-    lost = tl.min(den, 0) < LIMIT
-    tl.store(LOST + b * D + c, 1, mask=lost)
-    tl.store(ANY + 0 * c, 1, mask=lost)
-    return g * top, -gy * top, lost
+    underflowed = tl.min(den, 0) < LIMIT
+    tl.store(UNDERFLOWED + b * D + c, 1, mask=underflowed)
+    tl.store(ANY + 0 * c, 1, mask=underflowed)
+    return g * top, -gy * top, underflowed
 
 
 @triton.jit
 def store_sources(
-    d_num, d_den, peak, lost, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD: tl.constexpr
+    d_num, d_den, peak, underflowed, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD: tl.constexpr
 ):  # fmt: skip
     """Write the gradients of k and v of sources from those of their terms; strides of k, v, the gradient and q."""
     k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
@@ -236,10 +236,10 @@ def store_sources(
     ek = tl.exp(k - peak[None, :])
     dv = d_num * ek
     dk = (d_num * v + d_den) * ek
-    if tl.max(lost.to(tl.int32)) > 0:
+    if tl.max(underflowed.to(tl.int32)) > 0:
         for i in range(0, T):
             if tl.min(load_row(DEN, b, i, c, T * D, D, D, 1.0)) < LIMIT:
-                more_dv, more_dk = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, i, s, c, strides, T, D, BD)
+                more_dv, more_dk = underflowed_row(G, DEN, Q, K, V, MASK, BIAS, b, i, s, c, strides, T, D, BD)
                 dv += more_dv
                 dk += more_dk
     store_tile(DV, dv, b, s, c, T, D)
@@ -249,33 +249,34 @@ def store_sources(
 @tuned([], INTERPRETED_TILE, ELEMENTS)
 @triton.jit
 def targets_kernel(
-    G, Y, DEN, Q, DQ, SLOPES, LOST, ANY, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
+    G, Y, DEN, Q, DQ, SLOPES, UNDERFLOWED, ANY, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """Compute the gradients of q and of the sums; strides of k, v, the gradient and q."""
     b, first, c = find_elements(length, D, BT, BD)
     t = first + tl.arange(0, BT)
-    d_num, d_den, _ = find_slopes(G, Y, DEN, Q, DQ, LOST, ANY, b, t, c, strides, T, D)
+    d_num, d_den, _ = find_slopes(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D)
     store_pair(SLOPES, d_num, d_den, b, t, c, length, D)
 
 
 @tuned([], INTERPRETED_TILE, ELEMENTS)
 @triton.jit
 def sources_kernel(
-    G, DEN, Q, K, V, MASK, BIAS, PEAK, LOST, SUMS, DK, DV, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
+    G, DEN, Q, K, V, MASK, BIAS, PEAK, UNDERFLOWED, SUMS, DK, DV, T, D, length, strides,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of k and v from those of the terms; strides of k, v, the gradient and q."""
     b, first, c = find_elements(T, D, BT, BD)
     s = first + tl.arange(0, BT)
     d_num, d_den = load_pair(SUMS, b, s, c, T, length, D, 0.0)
     peak = tl.load(PEAK + b * D + c, mask=c < D, other=0.0)
-    lost = tl.load(LOST + b * D + c, mask=c < D, other=0) > 0
-    store_sources(d_num, d_den, peak, lost, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD)
+    underflowed = tl.load(UNDERFLOWED + b * D + c, mask=c < D, other=0) > 0
+    store_sources(d_num, d_den, peak, underflowed, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD)
 
 
 @tuned(['T', 'D'], INTERPRETED_TILE, *WHOLE)
 @triton.jit
 def whole_sources_kernel(
-    G, Y, DEN, Q, K, V, MASK, BIAS, WEIGHTS, DQ, DK, DV, SLOPES, TERMS, LOST, ANY, T, D, length, strides,
+    G, Y, DEN, Q, K, V, MASK, BIAS, WEIGHTS, DQ, DK, DV, SLOPES, TERMS, UNDERFLOWED, ANY, T, D, length, strides,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, LENGTH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of q, k and v, and write those of the sums and the terms if SLOPES and TERMS are given.
@@ -284,7 +285,7 @@ def whole_sources_kernel(
     """
     b, _, c = find_elements(1, D, BT, BD)
     t = tl.arange(0, LENGTH)
-    d_num, d_den, lost = find_slopes(G, Y, DEN, Q, DQ, LOST, ANY, b, t, c, strides, T, D)
+    d_num, d_den, underflowed = find_slopes(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D)
     slopes = join_pair(d_num, d_den, PRODUCT)
     peak, ekv, ek = find_terms(K, V, MASK, b, t, c, strides, T, D)
     if SLOPES is not None:
@@ -294,13 +295,13 @@ def whole_sources_kernel(
         s = first + tl.arange(0, BT)
         weights = tl.load(WEIGHTS + t[:, None] * LENGTH + s[None, :])
         z_num, z_den = split_pair(tl.dot(tl.trans(weights), slopes, input_precision=PRECISION))
-        store_sources(z_num, z_den, peak, lost, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD)
+        store_sources(z_num, z_den, peak, underflowed, G, DEN, Q, K, V, MASK, BIAS, DK, DV, b, s, c, T, D, strides, BD)
 
 
 @tuned([], {'BT': 16, 'BS': 16, 'BD': 16}, ({'BT': 16, 'BS': 32, 'BD': 64}, 4))
 @triton.jit
 def repair_kernel(
-    G, DEN, Q, K, V, MASK, BIAS, LOST, ANY, DBIAS, B, T, D, strides,
+    G, DEN, Q, K, V, MASK, BIAS, UNDERFLOWED, ANY, DBIAS, B, T, D, strides,
     BT: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add the part of underflowed targets to the gradient of the bias (T, T)."""
@@ -310,10 +311,10 @@ def repair_kernel(
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     for pair in range(0, B * tiles):
         b, c = (pair // tiles).to(tl.int64), pair % tiles * BD + tl.arange(0, BD)
-        if tl.max(tl.load(LOST + b * D + c, mask=c < D, other=0)) > 0:
+        if tl.max(tl.load(UNDERFLOWED + b * D + c, mask=c < D, other=0)) > 0:
             for t in range(first, tl.minimum(first + BT, T)):
                 if tl.min(load_row(DEN, b, t, c, T * D, D, D, 1.0)) < LIMIT:
-                    _, d_logits = lost_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD)
+                    _, d_logits = underflowed_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD)
                     place = DBIAS + t * T + s
                     found = tl.load(place, mask=s < T, other=0.0) + tl.sum(d_logits, 1)
                     # Several threads may have the same element: all read it before one writes it, and after that.

@@ -108,23 +108,23 @@ def full_backward(
         marked = torch.zeros(1, dtype=torch.int32, device=v.device)
         slopes = terms = None
         if call.whole:
-            lost = torch.zeros((call.B, call.D), dtype=torch.int32, device=v.device)
+            underflowed = torch.zeros((call.B, call.D), dtype=torch.int32, device=v.device)
             if need_bias:
                 slopes, terms = call.empty(), call.empty()
-            found = dq, dk, dv, slopes, terms, lost, marked
+            found = dq, dk, dv, slopes, terms, underflowed, marked
             call.run_whole(whole_sources_kernel, (grad, y, *known[1:], call.weights, *found), call.length, steps)
         else:
-            peak, lost = largest_keys(k, call.mask)
+            peak, underflowed = largest_keys(k, call.mask)
             slopes = call.empty()
-            call.run(targets_kernel, (grad, y, den, q, dq, slopes, lost, marked), call.length, steps)
+            call.run(targets_kernel, (grad, y, den, q, dq, slopes, underflowed, marked), call.length, steps)
             sums = multiply(call.weights.T.expand(call.B, -1, -1), slopes)
-            call.run(sources_kernel, (*known, peak, lost, sums, dk, dv), call.T, steps)
+            call.run(sources_kernel, (*known, peak, underflowed, sums, dk, dv), call.T, steps)
             del sums
             terms = call.terms(peak) if need_bias else None
         if slopes is not None and terms is not None:
             total = _bias_grad(call.weights, slopes, terms)[: call.T, : call.T].contiguous()
             tiles = lambda tile: (triton.cdiv(call.T, tile['BT']), triton.cdiv(call.T, tile['BS']))  # noqa: E731
-            repair_kernel[tiles](*known, lost, marked, total, call.B, call.T, call.D, steps)
+            repair_kernel[tiles](*known, underflowed, marked, total, call.B, call.T, call.D, steps)
             dbias = total.to(dbias.dtype)
     return k.new_empty(0) if dq is None else dq, dk, dv, dbias
 
