@@ -46,7 +46,7 @@ void with_size(int64_t n, F f) {
   if constexpr (N > 1) with_size<N - 1>(n, f);
 }
 
-// Cut a length into pieces of nearly equal size, none above MAX_SIZE, and call f(first, integral_constant size) for each.
+// Cut a length into pieces of nearly equal size, none above MAX_SIZE, and call f(first, integral_constant size).
 template <int MAX_SIZE, typename F>
 void in_tiles(int64_t length, F f) {
   const int64_t count = (length + MAX_SIZE - 1) / MAX_SIZE;
@@ -301,10 +301,10 @@ int forward(const Inputs &in, const Stream &out, const Stream &den, float least,
         weights.mix(maps.data(), half.data());
         const float fill = in.mask.fill(b);
         for (int64_t t = 0; t < tokens; ++t) {
-          const Vec bottom = maps[t] + fill;
-          good = good && !any(underflowed_lanes(bottom, lanes, least));
-          store(&inverse[(b * tokens + t) * padded + first], only(1.0f / bottom, lanes), LANES);
-          if (den.data) Place{b, t, first, lanes}.write(den, bottom);
+          const Vec denominator = maps[t] + fill;
+          good = good && !any(underflowed_lanes(denominator, lanes, least));
+          store(&inverse[(b * tokens + t) * padded + first], only(1.0f / denominator, lanes), LANES);
+          if (den.data) Place{b, t, first, lanes}.write(den, denominator);
         }
       });
 #pragma omp for collapse(2)
@@ -406,9 +406,9 @@ class Backward {
     bool good = true;
     for (int64_t first = 0; first < s.heads; first += LANES) {
       const Place at{b, t, first, rest(s.heads, first)};
-      const Vec bottom = at.read(den);
-      good = good && !any(underflowed_lanes(bottom, at.lanes, least));
-      store(inverse + first, only(1.0f / bottom, at.lanes), LANES);
+      const Vec denominator = at.read(den);
+      good = good && !any(underflowed_lanes(denominator, at.lanes, least));
+      store(inverse + first, only(1.0f / denominator, at.lanes), LANES);
     }
     float *d_key = &shared.d_keys[(b * s.tokens() + t) * s.padded_heads()];
     float *target = &shared.targets[(b * s.tokens() + t) * s.padded_channels()];
@@ -416,9 +416,9 @@ class Backward {
       const Place at{b, t, first, rest(s.channels, first)};
       const Heads heads(first, s.each(), s.heads);
       const Spread spread(at, grad, y, in.q, dq);
-      const Vec top = heads.read(inverse);
-      store(target + first, only(spread.a * top, at.lanes), LANES);
-      heads.add(d_key, -spread.go * top, at.lanes);
+      const Vec inverse_denominator = heads.read(inverse);
+      store(target + first, only(spread.a * inverse_denominator, at.lanes), LANES);
+      heads.add(d_key, -spread.go * inverse_denominator, at.lanes);
     }
     return good;
   }

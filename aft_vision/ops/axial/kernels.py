@@ -184,8 +184,8 @@ def targets_kernel(
             g = g * gate
         den = tl.load(DEN + (b * T + t) * heads + head, mask=inside, other=1.0).to(tl.float32)
         mark_underflowed(UNDERFLOWED, den, PEAK, head, b, own, heads)
-        top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))[:, :, None]
-        r = (tl.where(is_key, -tl.sum(gy, 2)[:, :, None], g) * top).to(PRODUCT)
+        inverse = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))[:, :, None]
+        r = (tl.where(is_key, -tl.sum(gy, 2)[:, :, None], g) * inverse).to(PRODUCT)
         if R is not None:
             tl.store(R + find_place(head, part, parts, b, t, B, T, GROUP), r, mask=own[:, :, None])
         w = load_weights(W, head, i[None, :], source[:, None], axis.length)
@@ -264,11 +264,11 @@ def repair_kernel(
                     for line in range(0, axis.lines):
                         t = tl.where(target < axis.length, target * axis.step + line * axis.between, T)
                         base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
-                        top = find_underflowed(DEN, den, b, head, t, T, heads)[:, None]
+                        inverse = find_underflowed(DEN, den, b, head, t, T, heads)[:, None]
                         for other in range(0, axis.lines):
                             s = tl.where(source < axis.length, source * axis.step + other * axis.between, T)
                             k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, T, width)
-                            p = tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
+                            p = tl.exp((k - base[:, None]) + (w - bias[:, None])) * inverse
                             sums += p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
     place = (head * axis.length + target[:, None]) * axis.length + source[None, :]
     tl.store(OUT + place, sums, mask=(target < axis.length)[:, None] & (source < axis.length)[None, :])

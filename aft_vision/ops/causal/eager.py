@@ -277,16 +277,16 @@ def mix_causal(inputs: Inputs, bias: CausalBias, past: Past | None, save: bool) 
         if block.low > 0 or past is not None:
             sums = torch.addcmul(sums, block.older, state)
         rows = slice(block.start, block.stop)
-        num, bottom = (part.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for part in sums.chunk(2, dim=1))
-        ratio = num / bottom.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
-        if may_branch(k) and bool((underflowed := bottom < block.limit).any()):
+        num, denominator = (part.unflatten(1, (len(v), v.shape[2])).transpose(0, 1) for part in sums.chunk(2, dim=1))
+        ratio = num / denominator.clamp_min(UNDERFLOW[sequence.dtype])  # (B, C, D)
+        if may_branch(k) and bool((underflowed := denominator < block.limit).any()):
             seen = sees_keys(k, mask, past) if seen is None else seen
             repair_forward(ratio, inputs, bias, underflowed & seen[:, rows], block.start, past)
-            bottom = bottom.masked_fill(underflowed, 0.0)
+            denominator = denominator.masked_fill(underflowed, 0.0)
         s = gate(None if q is None else q[:, rows], sequence.dtype)
         out[:, rows] = ratio if s is None else ratio * s
         if save:
-            den[:, rows] = bottom
+            den[:, rows] = denominator
     return out, den
 
 
@@ -301,8 +301,8 @@ def causal_backward(
     dq = k.new_empty(0) if q is None or s is None else (g * out * (1 - s)).to(q.dtype)
     a = g if s is None else g * s
     underflowed = den.to(sequence.dtype) < UNDERFLOW[sequence.dtype]
-    top = (1 / den.to(sequence.dtype).clamp_min(UNDERFLOW[sequence.dtype])).masked_fill(underflowed, 0.0)
-    rows = torch.stack([a * top, -g * out * top]).permute(2, 0, 1, 3).flatten(1)  # (T, 2N)
+    inverse = (1 / den.to(sequence.dtype).clamp_min(UNDERFLOW[sequence.dtype])).masked_fill(underflowed, 0.0)
+    rows = torch.stack([a * inverse, -g * out * inverse]).permute(2, 0, 1, 3).flatten(1)  # (T, 2N)
     dk, dv = torch.zeros_like(sequence.keys), torch.zeros_like(sequence.keys)
 
     def add(part: slice, ek: Tensor, dx: Tensor) -> None:

@@ -45,8 +45,8 @@ def rows_kernel(
         g = tl.where(unused, 0.0, g * gate)
     den = load_tile(DEN, b, t, c, T * D, D, T, D)
     underflowed = den < LIMIT
-    top = tl.where(underflowed | unused, 0.0, 1.0 / tl.where(underflowed, 1.0, den))
-    r_num, r_den = g * top, -gy * top
+    inverse = tl.where(underflowed | unused, 0.0, 1.0 / tl.where(underflowed, 1.0, den))
+    r_num, r_den = g * inverse, -gy * inverse
     store_pair(R, r_num, r_den, b, j, c, B, blocks, D, BC)
     older = tl.load(OLDER + t, mask=t < T, other=0.0)[:, None]
     DPAST += (b * blocks + j) * 2 * D + c

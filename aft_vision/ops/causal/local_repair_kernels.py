@@ -65,8 +65,8 @@ def load_rows(G, Y, DEN, Q, sums, b, t, c, g_strides, y_strides, q_strides, T, D
     if Q is not None:
         g = g * tl.sigmoid(load_tile(Q, b, t, c, q_strides[0], q_strides[1], T, D))
     underflowed = (load_tile(DEN, b, t, c, T * D, D, T, D) < LIMIT) & (sums > 0.0)
-    top = tl.where(underflowed, 1.0 / tl.where(underflowed, sums, 1.0), 0.0)
-    return g * top, -gy * top
+    inverse = tl.where(underflowed, 1.0 / tl.where(underflowed, sums, 1.0), 0.0)
+    return g * inverse, -gy * inverse
 
 
 @triton.jit

@@ -84,7 +84,7 @@ struct Strip {
 
 struct Forward : Strip {
   Tokens q, v, out, den;
-  std::vector<Vec> num, bottom, part_num, part_bottom;
+  std::vector<Vec> num, denominator, part_num, part_denominator;
 
   Forward(const Strip &strip, Tokens queries, Tokens values, Tokens result, Tokens denominators)
       : Strip(strip),
@@ -93,9 +93,9 @@ struct Forward : Strip {
         out(result),
         den(denominators),
         num(last - first),
-        bottom(num),
+        denominator(num),
         part_num(num),
-        part_bottom(num) {}
+        part_denominator(num) {}
 
   void run() {
     for (int64_t start = 0; start < s.tokens; start += TILE) {
@@ -110,8 +110,8 @@ struct Forward : Strip {
       }
       for (int64_t i = 0; i < last - first; ++i) {
         num[i] += part_num[i];
-        bottom[i] += part_bottom[i];
-        part_num[i] = part_bottom[i] = Vec{};
+        denominator[i] += part_denominator[i];
+        part_num[i] = part_denominator[i] = Vec{};
       }
     }
   }
@@ -122,9 +122,9 @@ struct Forward : Strip {
       const Vec scale = exp_(reference[i] - moved);  // 1 where nothing moves
       reference[i] = moved;
       num[i] *= scale;
-      bottom[i] *= scale;
+      denominator[i] *= scale;
       part_num[i] *= scale;
-      part_bottom[i] *= scale;
+      part_denominator[i] *= scale;
     }
   }
 
@@ -135,9 +135,9 @@ struct Forward : Strip {
         if (counts(t)) {
           const Vec e = exponential(t, i);
           part_num[i] += e * read(v, t, i);
-          part_bottom[i] += e;
+          part_denominator[i] += e;
         }
-        const Vec sum = bottom[i] + part_bottom[i];
+        const Vec sum = denominator[i] + part_denominator[i];
         Vec y = sum == Vec{} ? Vec{} : (num[i] + part_num[i]) / sum;
         if (q.data) y *= sigmoid(read(q, t, i));
         store(at(out, t, i), y, lanes(i));
@@ -150,7 +150,7 @@ struct Forward : Strip {
 // falls on the way.
 struct Backward : Strip {
   Tokens grad, y, den, q, v, dq, dk, dv;
-  std::vector<Vec> top, low, part_top, part_low;
+  std::vector<Vec> d_num, d_den, part_d_num, part_d_den;
 
   Backward(const Strip &strip, Tokens upstream, Tokens result, Tokens denominators, Tokens queries, Tokens values,
            Tokens d_queries, Tokens d_keys, Tokens d_values)
@@ -163,10 +163,10 @@ struct Backward : Strip {
         dq(d_queries),
         dk(d_keys),
         dv(d_values),
-        top(last - first),
-        low(top),
-        part_top(top),
-        part_low(top) {}
+        d_num(last - first),
+        d_den(d_num),
+        part_d_num(d_num),
+        part_d_den(d_num) {}
 
   void run() {
     const int64_t tiles = (s.tokens + TILE - 1) / TILE, width = last - first;
@@ -194,9 +194,9 @@ struct Backward : Strip {
         }
       }
       for (int64_t i = 0; i < width; ++i) {
-        top[i] += part_top[i];
-        low[i] += part_low[i];
-        part_top[i] = part_low[i] = Vec{};
+        d_num[i] += part_d_num[i];
+        d_den[i] += part_d_den[i];
+        part_d_num[i] = part_d_den[i] = Vec{};
       }
     }
   }
@@ -211,31 +211,31 @@ struct Backward : Strip {
     for (int64_t i = 0; i < last - first; ++i) {
       const Vec scale = exp_(references[i] - reference[i]);
       reference[i] = references[i];
-      top[i] *= scale;
-      low[i] *= scale;
-      part_top[i] *= scale;
-      part_low[i] *= scale;
+      d_num[i] *= scale;
+      d_den[i] *= scale;
+      part_d_num[i] *= scale;
+      part_d_den[i] *= scale;
     }
   }
 
   void scan(int64_t start, int64_t stop) {
     for (int64_t t = stop - 1; t >= start; --t)
       for (int64_t i = 0; i < last - first; ++i) {
-        const Vec g = read(grad, t, i), go = g * read(y, t, i), bottom = read(den, t, i);
-        const Vec inverse = bottom == Vec{} ? Vec{} : 1.0f / bottom;
+        const Vec g = read(grad, t, i), go = g * read(y, t, i), denominator = read(den, t, i);
+        const Vec inverse = denominator == Vec{} ? Vec{} : 1.0f / denominator;
         Vec a = g;
         if (q.data) {
           const Vec gate = sigmoid(read(q, t, i));
           a *= gate;
           store(at(dq, t, i), go - go * gate, lanes(i));
         }
-        part_top[i] += a * inverse;
-        part_low[i] += go * inverse;
+        part_d_num[i] += a * inverse;
+        part_d_den[i] += go * inverse;
         Vec d_value{}, d_key{};
         if (counts(t)) {
           const Vec e = exponential(t, i);
-          d_value = e * (top[i] + part_top[i]);
-          d_key = d_value * read(v, t, i) - e * (low[i] + part_low[i]);
+          d_value = e * (d_num[i] + part_d_num[i]);
+          d_key = d_value * read(v, t, i) - e * (d_den[i] + part_d_den[i]);
         }
         store(at(dv, t, i), d_value, lanes(i));
         store(at(dk, t, i), d_key, lanes(i));

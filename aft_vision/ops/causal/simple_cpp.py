@@ -12,12 +12,12 @@ from aft_vision.ops.common.inputs import Qkv, empty_denominator, empty_output
 def simple_causal_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:
     """Return y and the denominators (AFT Eq. 5, causal)."""
     out, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
-    y, bottom = float_output(out), float_output(den)
+    y, denominator = float_output(out), float_output(den)
     keep_alive: list[Tensor] = []
-    fields = *_call(inputs, keep_alive), *tokens(y, keep_alive), *tokens(bottom if save else None, keep_alive)
+    fields = *_call(inputs, keep_alive), *tokens(y, keep_alive), *tokens(denominator if save else None, keep_alive)
     with profiled('aft_vision::scan_forward'):
         compiled().aft_simple_causal_forward(pack('aft_simple_causal_forward', *fields), torch.get_num_threads())
-    return (out if y is out else out.copy_(y)), (den if bottom is den else den.copy_(bottom))
+    return (out if y is out else out.copy_(y)), (den if denominator is den else den.copy_(denominator))
 
 
 @shield_backward

@@ -169,8 +169,8 @@ def load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides):
     # Tokens beyond the sequence must not lower the reference.
     peak = tl.where((t < T)[:, None], peak, -MIN_FLOAT32)
     den = load_tile(DEN, b, t, c, T * D, D, T, D)
-    top = tl.where(den == 0.0, 0.0, 1.0 / tl.where(den == 0.0, 1.0, den))
-    return k, peak, -gy * top, g * top, dq
+    inverse = tl.where(den == 0.0, 0.0, 1.0 / tl.where(den == 0.0, 1.0, den))
+    return k, peak, -gy * inverse, g * inverse, dq
 
 
 @triton.jit

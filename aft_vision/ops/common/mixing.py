@@ -135,11 +135,11 @@ def _forward_chunk(inputs: Qkv, weights: Weights, spaces: list[Workspace], out: 
     v = by_head(masked_values(v, mask), k.shape[2])
     _fill_exponentials(x, k, v, mask)
     sums = weights.apply(x, spare)
-    dtype, bottom = accumulate_dtype(v), sums.keys.to(accumulate_dtype(v))
-    underflowed = _underflowed(bottom)
+    dtype, denominator = accumulate_dtype(v), sums.keys.to(accumulate_dtype(v))
+    underflowed = _underflowed(denominator)
     if den.numel():
         den.copy_(sums.keys.squeeze(-1))
-    ratio = sums.values.to(dtype).div_(bottom if underflowed is None else bottom.clamp_min(UNDERFLOW[dtype]))
+    ratio = sums.values.to(dtype).div_(denominator if underflowed is None else denominator.clamp_min(UNDERFLOW[dtype]))
     if underflowed is not None and may_branch(k):
         _repair_forward(ratio, k, v, mask, weights, underflowed)  # ratio is (b, T, h, c)
     _write_gated(out, q, ratio)
@@ -165,16 +165,16 @@ def _backward_chunk(
     s = gate(q, dtype)
     if s is not None and dq is not None:
         dq.copy_(torch.addcmul(go, go, s, value=-1))
-    bottom = den.to(dtype).unsqueeze(-1)  # (b, T, h, 1)
-    underflowed = _underflowed(bottom)
+    denominator = den.to(dtype).unsqueeze(-1)  # (b, T, h, 1)
+    underflowed = _underflowed(denominator)
     a = by_head(g if s is None else g * s, heads)  # (b, T, h, c)
     r, x, spare = spaces
     r = r.of_targets()
-    top = 1 / (bottom if underflowed is None else bottom.clamp_min(UNDERFLOW[dtype]))
+    inverse_denominator = 1 / (denominator if underflowed is None else denominator.clamp_min(UNDERFLOW[dtype]))
     if underflowed is not None:
-        top = top.masked_fill(underflowed, 0.0)
-    torch.mul(a, top, out=r.values)
-    r.keys.copy_(by_head(go, heads).sum(-1, keepdim=True).mul_(top).neg_())
+        inverse_denominator = inverse_denominator.masked_fill(underflowed, 0.0)
+    torch.mul(a, inverse_denominator, out=r.values)
+    r.keys.copy_(by_head(go, heads).sum(-1, keepdim=True).mul_(inverse_denominator).neg_())
     _fill_exponentials(x, k, v_, mask)
     z = weights.apply_transpose(r, spare)
     wide = [d if d.dtype == dtype else torch.empty(d.shape, dtype=dtype, device=d.device) for d in (dk, dv)]
@@ -225,12 +225,12 @@ def _repair_backward(
             weights.add_bias_rows_grad(head, target, dlogits)
 
 
-def _underflowed(bottom: Tensor) -> Tensor | None:
+def _underflowed(denominator: Tensor) -> Tensor | None:
     # On a CPU None if nothing underflowed, so that the common path costs only one minimum.
-    limit = UNDERFLOW[bottom.dtype]
-    if may_branch(bottom) and bool(bottom.amin() >= limit):
+    limit = UNDERFLOW[denominator.dtype]
+    if may_branch(denominator) and bool(denominator.amin() >= limit):
         return None
-    return bottom < limit
+    return denominator < limit
 
 
 class _Buffers:

@@ -45,8 +45,8 @@ def softmax_of_sums(keys: Tensor, rows: Tensor, seen: Tensor | None = None) -> T
     logits = keys + rows
     if seen is not None:
         logits = logits.masked_fill(~seen, float('-inf'))
-    largest, top = logits.detach().max(-1, keepdim=True)
+    largest, index = logits.detach().max(-1, keepdim=True)
     hidden, empty = logits == float('-inf'), largest == float('-inf')
-    key, bias = (x.detach().expand_as(logits).gather(-1, top).masked_fill(empty, 0.0) for x in (keys, rows))
+    key, bias = (x.detach().expand_as(logits).gather(-1, index).masked_fill(empty, 0.0) for x in (keys, rows))
     logits = ((keys - key) + (rows - bias)).masked_fill(hidden, float('-inf'))
     return torch.softmax(logits, -1).masked_fill(hidden, 0.0)

@@ -72,7 +72,9 @@ bool any(IntVec lanes) {
 }
 
 // Return the lanes whose denominator is below a limit, or NaN.
-IntVec underflowed_lanes(Vec bottom, int lanes, float limit) { return ~(bottom >= splat(limit)) & below(lanes); }
+IntVec underflowed_lanes(Vec denominator, int lanes, float limit) {
+  return ~(denominator >= splat(limit)) & below(lanes);
+}
 
 // A mask (B, T) of the tokens that count; null where all do.
 struct Mask {

@@ -235,9 +235,9 @@ struct Forward {
     const float underflow = in.underflow;
     bool good = true;
     for (int64_t image = 0; image < images; ++image, found += width + 1, ratio += hop) {
-      const float bottom = found[width] + fill[image], inverse = 1.0f / bottom;
-      good &= bottom >= underflow;
-      if (den.data) Place{g.b + image, t, g.head + head, 1}.write_one(den, bottom);
+      const float denominator = found[width] + fill[image], inverse = 1.0f / denominator;
+      good &= denominator >= underflow;
+      if (den.data) Place{g.b + image, t, g.head + head, 1}.write_one(den, denominator);
       for (int64_t c = 0; c < width; c += LANES) store(ratio + c, load(found + c, LANES) * inverse, LANES);
     }
     return good;
@@ -317,14 +317,14 @@ struct Backward {
   // The columns of the i'th kept token and a head; returns whether no denominator is underflowed.
   bool divide(const Group &g, int64_t head, int64_t t, int64_t i, float *columns) const {
     const int64_t width = in.s.per_head, images = g.images, hop = a.width();
-    const float *top = a[i * images] + head * width, *product = go[i * images] + head * width;
+    const float *d_num = a[i * images] + head * width, *product = go[i * images] + head * width;
     bool good = true;
-    for (int64_t image = 0; image < images; ++image, columns += width + 1, top += hop, product += hop) {
-      const float bottom = Place{g.b + image, t, g.head + head, 1}.read_one(den), inverse = 1.0f / bottom;
-      good &= bottom >= in.underflow;
+    for (int64_t image = 0; image < images; ++image, columns += width + 1, d_num += hop, product += hop) {
+      const float denominator = Place{g.b + image, t, g.head + head, 1}.read_one(den), inverse = 1.0f / denominator;
+      good &= denominator >= in.underflow;
       Vec sum{};
       for (int64_t c = 0; c < width; c += LANES) {
-        store(columns + c, load(top + c, LANES) * inverse, LANES);
+        store(columns + c, load(d_num + c, LANES) * inverse, LANES);
         sum += only(load(product + c, LANES), rest(width, c));
       }
       columns[width] = -total(sum) * inverse;
@@ -345,9 +345,9 @@ struct Backward {
       values.prefetch(image, ahead);
       Vec product{};
       for (int64_t c = 0; c < width; c += LANES) {
-        const Vec top = load(found + c, LANES);
-        store(d_values + c, top * weight, LANES);
-        if (!counts || counts[image * tokens]) product += only(top * values.read(image, c, width), rest(width, c));
+        const Vec d_num = load(found + c, LANES);
+        store(d_values + c, d_num * weight, LANES);
+        if (!counts || counts[image * tokens]) product += only(d_num * values.read(image, c, width), rest(width, c));
       }
       Place{g.b + image, t, g.head + head, 1}.write_one(dk, (total(product) + found[width]) * weight);
     }

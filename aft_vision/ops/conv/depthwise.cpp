@@ -186,12 +186,12 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
-    std::vector<Vec> num, bottom;
+    std::vector<Vec> num, denominator;
     Maps maps;
     region.run([&] {
       for (auto *x : {&maps.keys, &maps.values}) x->resize(s.map());
       num.resize(s.tokens());
-      bottom.resize(s.tokens());
+      denominator.resize(s.tokens());
     });
 #pragma omp for
     for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
@@ -199,16 +199,16 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
       for (int64_t b = 0; b < s.batch; ++b) {
         block.exponentials(k, v, mask, b);
         std::fill(num.begin(), num.end(), block.outside * block.value_sum);
-        std::fill(bottom.begin(), bottom.end(), block.outside * block.key_sum + block.fill);
+        std::fill(denominator.begin(), denominator.end(), block.outside * block.key_sum + block.fill);
         block.taps.mix(block.values.data(), num.data());
-        block.taps.mix(block.keys.data(), bottom.data());
+        block.taps.mix(block.keys.data(), denominator.data());
         IntVec inexact{};
         for (int64_t t = 0; t < s.tokens(); ++t) {
-          inexact |= loses_digits(bottom[t], block.key_sum * block.outside, limits);
-          Vec y = num[t] / bottom[t];
+          inexact |= loses_digits(denominator[t], block.key_sum * block.outside, limits);
+          Vec y = num[t] / denominator[t];
           if (q.data) y *= sigmoid(load(block.at(q, b, t), block.lanes));
           store(block.at(out, b, t), y, block.lanes);
-          if (den.data) store(block.at(den, b, t), bottom[t], block.lanes);
+          if (den.data) store(block.at(den, b, t), denominator[t], block.lanes);
         }
         good = good && !any(inexact & below(block.lanes));
       }
@@ -227,13 +227,13 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
-    std::vector<Vec> top, low, d_values, d_keys, d_taps, bottoms;
+    std::vector<Vec> d_num, d_den, d_values, d_keys, d_taps, denominators;
     Maps maps;
     region.run([&] {
-      for (auto *x : {&top, &low, &maps.keys, &maps.values}) x->resize(s.map());
+      for (auto *x : {&d_num, &d_den, &maps.keys, &maps.values}) x->resize(s.map());
       for (auto *x : {&d_values, &d_keys}) x->resize(s.tokens());
       d_taps.resize(square);
-      bottoms.resize(den.data ? 0 : s.tokens());
+      denominators.resize(den.data ? 0 : s.tokens());
     });
 #pragma omp for collapse(2)
     for (int64_t part = 0; part < parts; ++part)
@@ -244,14 +244,14 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
         for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
           block.exponentials(k, v, mask, b);
           if (!den.data) {
-            std::fill(bottoms.begin(), bottoms.end(), block.outside * block.key_sum + block.fill);
-            block.taps.mix(block.keys.data(), bottoms.data());
+            std::fill(denominators.begin(), denominators.end(), block.outside * block.key_sum + block.fill);
+            block.taps.mix(block.keys.data(), denominators.data());
           }
-          Sum top_sum, low_sum;
+          Sum d_num_sum, d_den_sum;
           IntVec inexact{};
           for (int64_t t = 0; t < s.tokens(); ++t) {
-            const Vec bottom = den.data ? load(block.at(den, b, t), block.lanes) : bottoms[t];
-            inexact |= loses_digits(bottom, block.key_sum * block.outside, limits);
+            const Vec denominator = den.data ? load(block.at(den, b, t), block.lanes) : denominators[t];
+            inexact |= loses_digits(denominator, block.key_sum * block.outside, limits);
             const Vec g = load(block.at(grad, b, t), block.lanes);
             const Vec go = g * load(block.at(y, b, t), block.lanes);
             Vec a = g;
@@ -262,14 +262,14 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
             }
             const int64_t place = block.place(t);
             // A lane beyond the channels has den = 0, and is never stored.
-            top_sum.add(top[place] = a / bottom);
-            low_sum.add(low[place] = -go / bottom);
+            d_num_sum.add(d_num[place] = a / denominator);
+            d_den_sum.add(d_den[place] = -go / denominator);
           }
           good = good && !any(inexact & below(block.lanes));
-          std::fill(d_values.begin(), d_values.end(), block.outside * top_sum.value());
-          std::fill(d_keys.begin(), d_keys.end(), block.outside * low_sum.value());
-          block.taps.mix_transposed(top.data(), d_values.data());
-          block.taps.mix_transposed(low.data(), d_keys.data());
+          std::fill(d_values.begin(), d_values.end(), block.outside * d_num_sum.value());
+          std::fill(d_keys.begin(), d_keys.end(), block.outside * d_den_sum.value());
+          block.taps.mix_transposed(d_num.data(), d_values.data());
+          block.taps.mix_transposed(d_den.data(), d_keys.data());
           for (int64_t t = 0; t < s.tokens(); ++t) {
             const Vec e = block.keys[block.place(t)];
             store(block.at(dv, b, t), d_values[t] * e, block.lanes);
@@ -284,13 +284,13 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
             const Vec mean = block.value_sum / (block.key_sum + block.fill);
             for (int64_t t = 0; t < s.tokens(); ++t) {
               const int64_t place = block.place(t);
-              top[place] *= block.outside * block.key_sum / bottoms[t];
+              d_num[place] *= block.outside * block.key_sum / denominators[t];
               block.values[place] -= mean * block.keys[place];
             }
-            block.taps.add_grad(top.data(), block.values.data(), d_taps.data());
+            block.taps.add_grad(d_num.data(), block.values.data(), d_taps.data());
           } else {
-            block.taps.add_grad(top.data(), block.values.data(), d_taps.data());
-            block.taps.add_grad(low.data(), block.keys.data(), d_taps.data());
+            block.taps.add_grad(d_num.data(), block.values.data(), d_taps.data());
+            block.taps.add_grad(d_den.data(), block.keys.data(), d_taps.data());
           }
         }
         if (grad_taps)

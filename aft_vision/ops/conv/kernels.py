@@ -66,8 +66,8 @@ def find_slopes(
         tl.store(DQ + place, gy * (1.0 - gate), mask=seen & (c < C))
     place = b * den_strides[0] + t * den_strides[1] + h * den_strides[2]
     den = tl.load(DEN + place, mask=seen, other=0.0).to(tl.float32)
-    top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
-    return g * top, -tl.sum(gy, 2)[:, :, None] * top, den < LIMIT
+    inverse = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
+    return g * inverse, -tl.sum(gy, 2)[:, :, None] * inverse, den < LIMIT
 
 
 @triton.jit

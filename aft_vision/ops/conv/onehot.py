@@ -140,13 +140,13 @@ def _chunk_backward(sums: _Sums, g: Tensor, targets: Tensor, outside: Tensor) ->
     means = sums.means()
     means, whole = means[:, :-1], means[:, -1:]
     at_source = _take(torch.cat([g, torch.zeros_like(whole)], 1), targets)
-    top = at_source / sums.den.unsqueeze(-1)
+    dsum = at_source / sums.den.unsqueeze(-1)
     gone = (g * outside).sum(1, keepdim=True) / sums.total.unsqueeze(-1)
-    dnum = top.sum(1, keepdim=True) + gone
-    dden = _channel_sum(top * means).sum(1, keepdim=True) + _channel_sum(gone * whole)
+    dnum = dsum.sum(1, keepdim=True) + gone
+    dden = _channel_sum(dsum * means).sum(1, keepdim=True) + _channel_sum(gone * whole)
     # values - means without cancellation: the source at the offset may have nearly all of the weight.
-    own = _channel_sum((values - whole).mul_(sums.total.unsqueeze(-1) / sums.den.unsqueeze(-1)).mul_(top))
-    dv = (exp * dnum).addcmul_(extra, top)
+    own = _channel_sum((values - whole).mul_(sums.total.unsqueeze(-1) / sums.den.unsqueeze(-1)).mul_(dsum))
+    dv = (exp * dnum).addcmul_(extra, dsum)
     dk = _channel_sum(values * dnum).sub_(dden).mul_(exp).addcmul_(extra, own).squeeze(-1)
     dweight = (sums.biased() * own.squeeze(-1)).sum((0, 1))
     if sums.cancelled is not None:

@@ -87,8 +87,8 @@ def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, T, width, heads, BS:
     """Return the shares of sources s in the means of underflowed targets t; 0 for other targets."""
     base, bias, den = find_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS)
     k, w = load_logits(K, MASK, BIAS, strides, b, head, t, s, T, width)
-    top = find_underflowed(DEN, den, b, head, t, T, heads)[:, None]
-    return tl.exp((k - base[:, None]) + (w - bias[:, None])) * top
+    inverse = find_underflowed(DEN, den, b, head, t, T, heads)[:, None]
+    return tl.exp((k - base[:, None]) + (w - bias[:, None])) * inverse
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def forward_kernel(
         if tl.load(UNDERFLOWED + pair) > 0:
             b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
             base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
-            top = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
+            inverse = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
             for start in range(0, C, BD):
                 c = start + tl.arange(0, BD)
                 y = tl.zeros([BT, BD], tl.float32)
@@ -130,7 +130,7 @@ def forward_kernel(
                     k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, T, width)
                     p = tl.exp((k - base[:, None]) + (w - bias[:, None]))
                     y = tl.dot(p, load_tokens(V, MASK, v_strides, b, head, s, c, T, C), y, input_precision=PRECISION)
-                y = y * top
+                y = y * inverse
                 if Q is not None:
                     y = y * tl.sigmoid(load_tokens(Q, None, q_strides, b, head, t, c, T, C))
                 place = b * y_strides[0] + t[:, None] * y_strides[1] + (head * C + c)[None, :] * y_strides[2]

@@ -89,7 +89,7 @@ struct Call {
   Shape shape() const { return {batch, height, width, channels, size}; }
   int64_t stride() const { return weights.stride; }
   float *e() const { return scratch; }
-  float *bottom() const { return scratch + batch * height * width * stride(); }
+  float *denominators() const { return scratch + batch * height * width * stride(); }
   Mask mask() const { return {elements, height * width}; }
 };
 
@@ -129,11 +129,11 @@ struct Worker {
     for (int64_t y = 0, t = 0; y < s.height; ++y)
       for (int64_t x = 0; x < s.width; ++x, ++t) {
         const int64_t place = (b * s.tokens() + t) * call.stride() + first;
-        const Vec bottom = sums[t] + extra;
-        underflowed |= underflowed_lanes(bottom, at.lanes, underflow);
+        const Vec denominator = sums[t] + extra;
+        underflowed |= underflowed_lanes(denominator, at.lanes, underflow);
         store(call.e() + place, map.row(y)[x], LANES);
-        store(call.bottom() + place, bottom, LANES);
-        if (call.den.data) at.later(t - at.t).write(call.den, bottom);
+        store(call.denominators() + place, denominator, LANES);
+        if (call.den.data) at.later(t - at.t).write(call.den, denominator);
       }
     return !any(underflowed);
   }
@@ -148,7 +148,7 @@ struct Worker {
     map.mix(taps.data(), heads.read(call.weights.outside()), sums.data());
     for (int64_t t = 0; t < s.tokens(); ++t) {
       const Place to = at.later(t);
-      to.write(call.out, gated(to, call.q, sums[t] / heads.read(call.bottom() + start + t * call.stride())));
+      to.write(call.out, gated(to, call.q, sums[t] / heads.read(call.denominators() + start + t * call.stride())));
     }
   }
 };

@@ -106,11 +106,11 @@ def depthwise_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = N
         y = _forward(inputs, inputs.kernel, None, None, weights)
         return conv.conv_forward(inputs, save) if y is None else (y, None)
     den = empty_denominator(inputs.k, inputs.v, save)
-    bottom = float_output(den)
-    y = _forward(inputs, inputs.kernel, None, bottom, weights)
+    denominator = float_output(den)
+    y = _forward(inputs, inputs.kernel, None, denominator, weights)
     if y is None:
         return conv.conv_forward(inputs, save)
-    return y, den if bottom is den else den.copy_(bottom)
+    return y, den if denominator is den else den.copy_(denominator)
 
 
 def onehot_forward(inputs: OnehotInputs, save: bool) -> tuple[Tensor, Tensor | None]:

@@ -63,11 +63,11 @@ struct Keys {
   }
 
   // A token's weight and weighted value: 0 where it is masked or beyond the sequence.
-  void weigh(const Place &at, Vec &top, Vec &bottom) const {
-    top = bottom = Vec{};
+  void weigh(const Place &at, Vec &numerator, Vec &denominator) const {
+    numerator = denominator = Vec{};
     if (at.t >= mask.tokens || !mask.counts(at.b, at.t)) return;
-    bottom = exp_(at.read(k) - peak);
-    top = bottom * at.read(v);
+    denominator = exp_(at.read(k) - peak);
+    numerator = denominator * at.read(v);
   }
 };
 
@@ -87,10 +87,10 @@ class Strips {
   void fill(int64_t block, F f) {
     typename Op::Word *to = buffer_.data() + block * STRIPS * strip();
     for (int64_t i = 0; i < words_; ++i, to += LANES) {
-      Vec top[Op::DEPTH], bottom[Op::DEPTH];
-      for (int j = 0; j < Op::DEPTH; ++j) f(i * Op::DEPTH + j, top[j], bottom[j]);
-      store_words<Op>(to, Op::pack(top));
-      store_words<Op>(to + strip(), Op::pack(bottom));
+      Vec numerator[Op::DEPTH], denominator[Op::DEPTH];
+      for (int j = 0; j < Op::DEPTH; ++j) f(i * Op::DEPTH + j, numerator[j], denominator[j]);
+      store_words<Op>(to, Op::pack(numerator));
+      store_words<Op>(to + strip(), Op::pack(denominator));
     }
   }
 
@@ -149,7 +149,7 @@ int forward(const Forward &call, const typename Op::Word *weights, int threads) 
       const Group g = s.group(item, together);
       for (int64_t i = 0; i < g.count; ++i) {
         const Keys keys(call.k, call.v, call.mask, g, i);
-        x.fill(i, [&](int64_t t, Vec &top, Vec &bottom) { keys.weigh(g.place(i, t), top, bottom); });
+        x.fill(i, [&](int64_t t, Vec &num, Vec &denominator) { keys.weigh(g.place(i, t), num, denominator); });
       }
       const float fill = call.mask.fill(g.b);
       const bool more = g.first + g.count < s.blocks();
@@ -164,12 +164,12 @@ int forward(const Forward &call, const typename Op::Word *weights, int threads) 
             next.prefetch(call.k);
             next.prefetch(call.v);
           },
-          [&](int64_t i, int64_t t, Vec top, Vec bottom) {
+          [&](int64_t i, int64_t t, Vec numerator, Vec denominator) {
             const Place at = g.place(i, t);
-            bottom += fill;
-            if (call.den.data) at.write(call.den, bottom);
-            at.write(call.out, gated(at, call.q, top / bottom));
-            underflowed |= underflowed_lanes(bottom, at.lanes, call.underflow);
+            denominator += fill;
+            if (call.den.data) at.write(call.den, denominator);
+            at.write(call.out, gated(at, call.q, numerator / denominator));
+            underflowed |= underflowed_lanes(denominator, at.lanes, call.underflow);
           });
       good = !any(underflowed) && good;
     });
@@ -193,16 +193,16 @@ class Outer {
   int64_t strips() const { return strips_; }
   int64_t width() const { return strips_ * LANES; }
 
-  void set_target(int64_t block, int64_t t, Vec top, Vec bottom) {
+  void set_target(int64_t block, int64_t t, Vec d_num, Vec d_den) {
     typename Op::Word *to = target(block, t);
-    store_row(to, top);
-    store_row(to + ROW_WORDS<Op>, bottom);
+    store_row(to, d_num);
+    store_row(to + ROW_WORDS<Op>, d_den);
   }
 
-  void set_sources(int64_t block, int64_t strip, Tile &top, Tile &bottom) {
+  void set_sources(int64_t block, int64_t strip, Tile &numerator, Tile &denominator) {
     typename Op::Word *to = sources_.data() + (strip * blocks_ + block) * WORDS * LANES;
-    top.store_terms<Op>(to);
-    bottom.store_terms<Op>(to + ROW_WORDS<Op> * LANES);
+    numerator.store_terms<Op>(to);
+    denominator.store_terms<Op>(to + ROW_WORDS<Op> * LANES);
   }
 
   // Adds the sums over the channels of some blocks of target times source to (T, width).
@@ -267,16 +267,16 @@ struct Backward : Gradients {
   // The gradients of the sums of a block, and of q; returns the lanes whose denominators are underflowed.
   IntVec spread(const Group &g, int64_t block) {
     IntVec underflowed{};
-    r.fill(block, [&](int64_t t, Vec &top, Vec &bottom) {
-      top = bottom = Vec{};
+    r.fill(block, [&](int64_t t, Vec &d_num, Vec &d_den) {
+      d_num = d_den = Vec{};
       if (t >= s.tokens) return;
       const Place at = g.place(block, t);
       const Vec sum = at.read(den), inverse = 1.0f / sum;
       const Spread found(at, grad, y, q, dq);
       underflowed |= underflowed_lanes(sum, at.lanes, underflow);
-      top = only(found.a * inverse, at.lanes);
-      bottom = only(-found.go * inverse, at.lanes);
-      if (d_weights) outer.set_target(block, t, top, bottom);
+      d_num = only(found.a * inverse, at.lanes);
+      d_den = only(-found.go * inverse, at.lanes);
+      if (d_weights) outer.set_target(block, t, d_num, d_den);
     });
     return underflowed;
   }
@@ -285,14 +285,14 @@ struct Backward : Gradients {
   void enter(const Group &g, int64_t block) {
     const Keys keys(k, v, mask, g, block);
     for (int64_t strip = 0; strip < outer.strips(); ++strip) {
-      Tile top, bottom;
+      Tile numerator, denominator;
       for (int i = 0; i < LANES; ++i) {
         const Place at = g.place(block, strip * LANES + i);
-        keys.weigh(at, top.row[i], bottom.row[i]);
-        bottom.row[i] = only(bottom.row[i], at.lanes);
-        if (at.t < s.tokens) store(kept.data() + (block * s.tokens + at.t) * LANES, bottom.row[i], LANES);
+        keys.weigh(at, numerator.row[i], denominator.row[i]);
+        denominator.row[i] = only(denominator.row[i], at.lanes);
+        if (at.t < s.tokens) store(kept.data() + (block * s.tokens + at.t) * LANES, denominator.row[i], LANES);
       }
-      if (d_weights) outer.set_sources(block, strip, top, bottom);
+      if (d_weights) outer.set_sources(block, strip, numerator, denominator);
     }
   }
 
@@ -311,12 +311,12 @@ struct Backward : Gradients {
           for (const Stream *x : {&grad, &y, &den, &q, &k})
             if (x->data) g.place(i + g.count, t).prefetch(*x);
         },
-        [&](int64_t i, int64_t t, Vec top, Vec bottom) {
+        [&](int64_t i, int64_t t, Vec d_num, Vec d_den) {
           const Place at = g.place(i, t);
           const Vec e = load(kept.data() + (i * s.tokens + t) * LANES, LANES);
           const Vec value = mask.counts(g.b, t) ? at.read(v) : Vec{};
-          at.write(dv, top * e);
-          at.write(dk, (top * value + bottom) * e);
+          at.write(dv, d_num * e);
+          at.write(dk, (d_num * value + d_den) * e);
         });
     if (d_weights) outer.add(g.count, d_weights);
     return !any(underflowed);

@@ -219,11 +219,11 @@ def find_slopes(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D):
         gate = tl.sigmoid(load_tile(Q, b, t, c, strides[6], strides[7], T, D))
         g *= gate
         store_tile(DQ, gy * (1.0 - gate), b, t, c, T, D)
-    top = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
+    inverse = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))
     underflowed = tl.min(den, 0) < LIMIT
     tl.store(UNDERFLOWED + b * D + c, 1, mask=underflowed)
     tl.store(ANY + 0 * c, 1, mask=underflowed)
-    return g * top, -gy * top, underflowed
+    return g * inverse, -gy * inverse, underflowed
 
 
 @triton.jit

@@ -67,11 +67,11 @@ def backward_kernel(G, CONTEXT, Q, K, V, MASK, DQ, DK, DV, T, D, strides, BT: tl
             store_tile(DQ, g * mean[None, :] * s * (1.0 - s), b, t, c, T, D)
             g = g * s
         d_mean += tl.sum(g, 0)
-    top = d_mean / tl.where(den == 0.0, 1.0, den)
+    d_num = d_mean / tl.where(den == 0.0, 1.0, den)
     for start in range(0, T, BT):
         t = start + tl.arange(0, BT)
         k = load_keys(K, MASK, b, t, c, strides[4], strides[5], T, D)
         v = load_values(V, MASK, b, t, c, strides[6], strides[7], T, D)
-        dv = tl.exp(k - peak[None, :]) * top[None, :]
+        dv = tl.exp(k - peak[None, :]) * d_num[None, :]
         store_tile(DV, dv, b, t, c, T, D)
         store_tile(DK, dv * (v - mean[None, :]), b, t, c, T, D)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
 
 @pytest.mark.parametrize(('spread', 'again'), [(1.0, False), (60.0, True)])
-def test_only_lost_denominators_cost_a_second_call(monkeypatch: pytest.MonkeyPatch, spread: float, again: bool):
+def test_only_underflowed_denominators_cost_a_second_call(monkeypatch: pytest.MonkeyPatch, spread: float, again: bool):
     inputs, calls = single(make_inputs('aft_axial', (6, 5), 66, (6, 5), 11)), []
     with torch.no_grad():
         for name in ('k', 'row_bias', 'column_bias'):

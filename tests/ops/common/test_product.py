@@ -50,7 +50,7 @@ def test_a_gradient_of_the_bias_that_needs_too_much_room_is_left_to_torch(monkey
     assert kernels_run(lambda: ops.aft_full(**inputs).sum().backward()) == {'aft_vision::full_forward'}
 
 
-def test_a_call_with_a_lost_denominator_goes_to_torch(monkeypatch: pytest.MonkeyPatch):
+def test_a_call_with_an_underflowed_denominator_goes_to_torch(monkeypatch: pytest.MonkeyPatch):
     inputs = plain(make_inputs('aft_full', 18, 5))
     inputs['bias'][5, 0] = -200.0
     # Target 5 alone does not see it.
