@@ -15,7 +15,7 @@ from typing import Any
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 EXIT_CODE = 2
 # In seconds. torchrun ends the other processes within 0.1 s of the first that fails.
-TURN_OF_RANK_0 = 2.0
+ERROR_DELAY = 2.0
 
 
 def program_name() -> str | None:
@@ -55,13 +55,13 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
             traceback.print_exc()
         if process_number() > 0:
             # An error of all processes is printed once, by the first: torchrun ends this one in the meantime.
-            time.sleep(TURN_OF_RANK_0)
+            time.sleep(ERROR_DELAY)
         where = f'process {process_number()}: ' if process_number() > 0 else ''
         print(f'error: {where}{one_line(error)}', file=sys.stderr, flush=True)
         raise SystemExit(EXIT_CODE) from None
 
 
-def say(line: str) -> None:
+def print_once(line: str) -> None:
     """Print a line to stderr, in the first process only."""
     if process_number() == 0:
         print(line, file=sys.stderr, flush=True)

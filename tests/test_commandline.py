@@ -83,7 +83,7 @@ def test_other_processes_wait_for_the_first_to_speak(monkeypatch, capsys):
     monkeypatch.setenv('RANK', '1')
     with pytest.raises(SystemExit):
         run_command(raising(ValueError('a')), [])
-    assert waited == [commandline.TURN_OF_RANK_0]
+    assert waited == [commandline.ERROR_DELAY]
     assert capsys.readouterr().err == 'error: process 1: a\n'
 
 

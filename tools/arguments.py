@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Beside the checkpoints of a run: its experiment and metrics, and what an exported folder is loaded from.
-PARTS_OF_A_MODEL = ('config.yaml', 'summary.csv', 'config.json', 'model.safetensors')
+MODEL_FILES = ('config.yaml', 'summary.csv', 'config.json', 'model.safetensors')
 DTYPES = ('float32', 'bfloat16', 'float16')
 
 
@@ -181,7 +181,7 @@ def check_out(out: Path | None, *sources: Path | None) -> None:
             continue
         read = [source, find_checkpoint(source)]
         # The other files of a run or an exported folder belong to its model.
-        read += [source / name for name in (BEST, LAST, *PARTS_OF_A_MODEL) if (source / name).is_file()]
+        read += [source / name for name in (BEST, LAST, *MODEL_FILES) if (source / name).is_file()]
         if out.resolve() in {path.resolve() for path in read}:
             raise ValueError(f'expected another place than that of {source}, which is read, got --out {out}')
     for name in (BEST, LAST):

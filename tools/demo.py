@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     models = load_models(args.checkpoint)
     page = build_page(models, find_photographs(args.examples, 6))
-    page.launch(server_name='127.0.0.1', server_port=args.port, share=False, **look())
+    page.launch(server_name='127.0.0.1', server_port=args.port, share=False, **page_theme())
 
 
 def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
@@ -151,12 +151,12 @@ def draw(figure: Any) -> Image.Image:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert('RGB')
 
 
-def seen(model: Any, path: str | Path, side: int) -> Image.Image:
+def crop_square(model: Any, path: str | Path, side: int) -> Image.Image:
     """Return the square of a photograph that a model sees."""
     return Image.fromarray(load_photograph(path, model, (side, side)).pixels.numpy())
 
 
-def look() -> dict[str, Any]:
+def page_theme() -> dict[str, Any]:
     """Return the theme of the page, with fonts of the browser: others would be downloaded."""
     import gradio
 
@@ -164,8 +164,8 @@ def look() -> dict[str, Any]:
     return {'theme': theme, 'footer_links': []}
 
 
-def boxes(name: str, model: Any) -> list[Any]:
-    """Add the boxes of a model's answer to the page: classes, time, attention and keys."""
+def add_outputs(name: str, model: Any) -> list[Any]:
+    """Add the outputs of a model's answer to the page: classes, time, attention and keys."""
     import gradio
 
     gradio.Markdown(f'## {name}\n{sum(x.numel() for x in model.parameters()):,} parameters')
@@ -179,7 +179,7 @@ def has_keys(model: Any) -> bool:
     return bool(aft_mixers(model))
 
 
-def sides(models: Sequence[Any]) -> tuple[int, int, int]:
+def side_limits(models: Sequence[Any]) -> tuple[int, int, int]:
     """Return the smallest side of an image, the largest, and the step between sides that all models take, in pixels."""
     step = math.lcm(*(side for model in models for side in model.patch_embed.patch_size))
     most = max(LARGEST, *(side for model in models for side in default_size(model)))
@@ -197,7 +197,7 @@ def build_page(models: dict[str, Any], examples: Sequence[Path]) -> Any:
     except ImportError as error:
         raise ImportError("the page needs gradio: pip install 'aft-vision[demo]'") from error
     first = next(iter(models.values()))
-    smallest, largest, step = sides(list(models.values()))
+    smallest, largest, step = side_limits(list(models.values()))
 
     def show(path: str | None, side: int, query: tuple[float, float]) -> list[Any]:
         if path is None:
@@ -206,7 +206,7 @@ def build_page(models: dict[str, Any], examples: Sequence[Path]) -> Any:
         threads = torch.get_num_threads()
         times = [f'{each.milliseconds:.1f} ms, one image, {threads} thread{"s" * (threads > 1)}' for each in found]
         each = [[a.classes, t, a.attention, a.keys] for a, t in zip(found, times, strict=True)]
-        return [seen(first, path, side), *(part for parts in each for part in parts)]
+        return [crop_square(first, path, side), *(part for parts in each for part in parts)]
 
     def choose_token(picture: Image.Image, event: gradio.SelectData) -> tuple[float, float]:
         x, y = event.index
@@ -234,7 +234,7 @@ def build_page(models: dict[str, Any], examples: Sequence[Path]) -> Any:
         with gradio.Row():
             for name, model in models.items():
                 with gradio.Column():
-                    outputs += boxes(name, model)
+                    outputs += add_outputs(name, model)
         inputs = [photograph, side, query]
         gradio.on([page.load, photograph.change, side.release, query.change], show, inputs, outputs)
         crop.select(choose_token, crop, query)

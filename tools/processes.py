@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 # Seconds that a command has to end, once it is asked to.
-GRACE = 10
+GRACE_SECONDS = 10
 
 
 @contextlib.contextmanager
@@ -61,4 +61,4 @@ def end_group(process: subprocess.Popen[Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
-            process.wait(GRACE)
+            process.wait(GRACE_SECONDS)

@@ -41,7 +41,7 @@ SHAPES = {
     'simple_causal': [(*TEXT, 1, 1)],
 }
 # One sequence, sizes that nothing divides, and long sequences.
-FURTHER = {
+MORE_SHAPES = {
     'full': [(1, (1, 197), 192, 1, 1), (3, (1, 131), 50, 1, 1), (2, (1, 2048), 64, 1, 1)],
     'simple': [(1, (14, 14), 192, 1, 1), (3, (9, 15), 50, 1, 1), (2, (128, 256), 64, 1, 1)],
     'conv': [(1, (14, 14), 192, 1, 11), (3, (9, 15), 50, 5, 7), (2, (48, 64), 32, 1, 11), (9, (48, 64), 32, 1, 11)],
@@ -137,7 +137,9 @@ def comparisons(
     """Return the checks that run an operator, by name."""
     from aft_vision.ops.common import verify
 
-    shapes, further = ([verify.Shape(*x) for x in (TINY if args.dry_run else all_[name])] for all_ in (SHAPES, FURTHER))
+    shapes, further = (
+        [verify.Shape(*x) for x in (TINY if args.dry_run else all_[name])] for all_ in (SHAPES, MORE_SHAPES)
+    )
     operation = find_operation(name)
     compared = shapes if args.dry_run else [verify.SMALL, *shapes]
     found: dict[str, Check] = {FLOAT64: lambda: verify.verify(operation, types, device, *compared)}

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from aft_vision.commandline import say
+from aft_vision.commandline import print_once
 from train.layers import Layer, as_yaml, level_of
 from train.schema import peak_rate
 
@@ -28,7 +28,7 @@ def adjust(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
         level = level_of(layers, f'{section}.{key}')
         if any(level_of(layers, each) > level for each in because):
             adjusted[section][key] = value
-            say(f'note: {section}.{key} = {as_yaml(value)} in place of {as_yaml(config[section][key])}, {why}')
+            print_once(f'note: {section}.{key} = {as_yaml(value)} in place of {as_yaml(config[section][key])}, {why}')
 
     schedule, data = config.schedule, config.data
     if 'warmup_epochs' in schedule and schedule.warmup_epochs >= schedule.epochs > 0:
@@ -64,7 +64,7 @@ def check_warmup(warmup_updates: int, updates: int) -> None:
     """Print a note if a run ends within its warm-up, before the peak rate."""
     if warmup_updates > updates:
         share = f'{100 * updates / warmup_updates:.2g} % of the peak rate'
-        say(
+        print_once(
             f'note: the run has {updates} updates and ends at {share}, as schedule.warmup_updates = {warmup_updates}; '
             f'set schedule.warmup_updates={_shorter(updates)}'
         )

@@ -29,7 +29,7 @@ MAX_KEPT = 100
 RESULTS = ('curves.png', 'result.json', 'steps.csv', 'eval_resolution.json', 'eval_resolution.png')
 # Keys of `run` that affect updates, and keys of other sections that do not.
 RUN_KEYS = ('seed', 'amp')
-HARMLESS = ('data.num_workers', 'data.eval_batch_size', 'data.download')
+LOADING_KEYS = ('data.num_workers', 'data.eval_batch_size', 'data.download')
 
 # Parts of a checkpoint without which no run goes on, besides its progress.
 PARTS = ('state_dict', 'ema_state_dict', 'optimizer', 'scaler', 'config', 'world_size')
@@ -309,6 +309,6 @@ def _changes(content: dict[str, Any], record: dict[str, Any], world_size: int) -
         else:
             keys = RUN_KEYS if section == 'run' else dict.fromkeys([*value, *(old or {})])
             pairs = {f'{section}.{key}': ((old or {}).get(key), value.get(key)) for key in keys}
-        changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in HARMLESS}
+        changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in LOADING_KEYS}
         found += [f'{name} = {new!r}, was {was!r}' for name, (was, new) in changed.items()]
     return found

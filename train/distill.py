@@ -24,7 +24,7 @@ from train.align import BlockAlignmentTask
 from train.schema import DistillConfig
 
 # A logit whose softmax, next to zeros, is 1 in every precision; it fits into float16.
-CERTAIN = 1e4
+ONE_HOT_LOGIT = 1e4
 
 
 class HardTeacher(DistillationTeacher):
@@ -36,7 +36,7 @@ class HardTeacher(DistillationTeacher):
 
     def forward(self, input: torch.Tensor, return_features: bool = False) -> torch.Tensor:
         logits = super().forward(input, return_features)
-        return CERTAIN * nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1])
+        return ONE_HOT_LOGIT * nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1])
 
 
 def create_task(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from timm.utils.distributed import is_distributed_env, reduce_tensor, world_info_from_env
 
-from aft_vision.commandline import TURN_OF_RANK_0
+from aft_vision.commandline import ERROR_DELAY
 from aft_vision.data import Shard
 from aft_vision.devices import resolve_device
 from train.schema import Experiment
@@ -142,7 +142,7 @@ def _process_group(world: World, timeout_minutes: float) -> Iterator[None]:
         if not _is_lost_connection(error):
             raise
         # The process that has ended says why; torchrun ends this one in the meantime.
-        time.sleep(2 * TURN_OF_RANK_0)
+        time.sleep(2 * ERROR_DELAY)
         raise ConnectionError(
             f'expected all {world.size} processes, but one has ended or has not answered for run.timeout_minutes='
             f'{timeout_minutes:g}; start all again with run.resume=auto: {error}'

@@ -15,7 +15,7 @@ from aft_vision.models.transfer_source import load_source
 from train.model_section import WEIGHT_KEYS, build_on_meta, is_recipe_of_images
 
 # Arguments that the data decide, or that weights are resampled to, and one that an exported folder always states.
-UNCOMPARED = ('num_classes', 'in_chans', 'img_size', 'context', 'vocab_size', 'device', 'global_pool')
+NOT_COMPARED = ('num_classes', 'in_chans', 'img_size', 'context', 'vocab_size', 'device', 'global_pool')
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def differing_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[s
     """
     keys = dict.fromkeys(['name', *theirs, *(ours if 'name' in theirs else ())])
     kept = [key for key in keys if key in theirs or 'name' in theirs]
-    kept = [key for key in kept if key not in (*UNCOMPARED, *WEIGHT_KEYS) and not is_recipe_of_images(key)]
+    kept = [key for key in kept if key not in (*NOT_COMPARED, *WEIGHT_KEYS) and not is_recipe_of_images(key)]
     pairs = {key: (_plain(ours.get(key, 'the default')), _plain(theirs.get(key, 'the default'))) for key in kept}
     return [
         f'model.{key} = {here}, where the weights have {there}' for key, (here, there) in pairs.items() if here != there

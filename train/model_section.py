@@ -15,7 +15,7 @@ from timm.data import resolve_data_config, resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import nn
 
-from aft_vision.commandline import say
+from aft_vision.commandline import print_once
 from aft_vision.data import NativeShape
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.layers.mixers import MIXERS, mixer_arguments
@@ -47,11 +47,11 @@ WEIGHT_MEANINGS = {
     'pretrained_cfg_overlay': "Changes to timm's configuration of those weights, such as `{file: FILE}`.",
 }
 # Keys of `data` that null takes from the weights or the model.
-OF_MODEL = ('img_size', 'crop_pct')
+PREPROCESSING_KEYS = ('img_size', 'crop_pct')
 # The text of `--keys` for an argument whose default depends on the model, and for one without a description.
 OF_NAME, OF_TIMM = '(of model.name)', "As in timm's VisionTransformer."
 # Arguments of pixel and character models that not every mixer has.
-ARGUMENTS_OF_A_MIXER = ('window', 'bias_dim', 'factorize_bias', 'num_heads')
+MIXER_ARGUMENTS = ('window', 'bias_dim', 'factorize_bias', 'num_heads')
 # An entry of the section `Args` or `Attributes` of a docstring.
 ENTRY = re.compile(
     r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|^\S|\Z)', re.MULTILINE | re.DOTALL
@@ -173,7 +173,8 @@ def fill_preprocessing(layers: Sequence[Layer]) -> list[Layer]:
     known: dict[str, Any] = {}
     for index, (source, layer) in enumerate(layers):
         data: Any = layer.get('data')
-        missing = [key for key in OF_MODEL if key in data and data[key] is None] if isinstance(data, Mapping) else []
+        keys = PREPROCESSING_KEYS if isinstance(data, Mapping) else ()
+        missing = [key for key in keys if key in data and data[key] is None]
         if missing:
             known = known or _known_preprocessing(layers)
             filled[index] = (source, {**layer, 'data': {**data, **{key: known[key] for key in missing}}})
@@ -237,7 +238,7 @@ def leave_out(layers: Sequence[Layer], is_foreign: Callable[[str, Any], bool], w
             dropped.append(f'{", ".join(f"model.{key}" for key in foreign)} of {source}')
         kept.append((source, layer))
     if dropped:
-        say(f'note: {" and ".join(dropped)} left out: {why}')
+        print_once(f'note: {" and ".join(dropped)} left out: {why}')
     return kept
 
 
@@ -252,7 +253,7 @@ def is_recipe_of_images(key: str) -> bool:
 
 def is_recipe_of_sequences(key: str) -> bool:
     """Return whether an argument is not one of the mixer: the names of pixel and character models say no size."""
-    return key not in ('mixer', *ARGUMENTS_OF_A_MIXER)
+    return key not in ('mixer', *MIXER_ARGUMENTS)
 
 
 def model_takes(name: str, key: str, value: Any) -> bool:
@@ -271,7 +272,7 @@ def model_takes(name: str, key: str, value: Any) -> bool:
 
 def decoder_takes(name: str, key: str, value: Any) -> bool:
     """Return whether a pixel or character model has an argument; True for any other name."""
-    if name not in DECODERS or key not in ARGUMENTS_OF_A_MIXER:
+    if name not in DECODERS or key not in MIXER_ARGUMENTS:
         return True
     try:
         # The value 1 is valid for any width.

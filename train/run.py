@@ -17,7 +17,7 @@ from train.state import TrainState
 from train.throughput import measure_throughput, warm_up_ddp
 
 # In seconds: how long NFS may take to show a file of another node.
-DELAY = 5.0
+MAX_WAIT_SECONDS = 5.0
 
 
 def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> Path:
@@ -102,15 +102,15 @@ def _check_shared(run_dir: Path, world: World) -> None:
     if world.is_primary:
         file.touch()
     world.wait()
-    end = time.monotonic() + DELAY
+    end = time.monotonic() + MAX_WAIT_SECONDS
     while not (found := file.exists()) and time.monotonic() < end:
         time.sleep(0.1)
-    lost = world.largest(0 if found else world.rank)
+    missing = world.largest(0 if found else world.rank)
     if world.is_primary:
         file.unlink()
-    if lost:
+    if missing:
         raise ValueError(
-            f'expected one folder of the run, but process {lost} does not find what process 0 has written; '
+            f'expected one folder of the run, but process {missing} does not find what process 0 has written; '
             f'{run_dir.resolve()} must be the same folder on all nodes'
         )
 

@@ -7,7 +7,7 @@ import torch
 from timm.scheduler import CosineLRScheduler, WSDLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 
-from aft_vision.commandline import say
+from aft_vision.commandline import print_once
 from train.adjust import check_warmup
 from train.schema import ScheduleConfig
 from train.sequence_schema import SequenceSchedule
@@ -18,7 +18,7 @@ def with_min_updates(schedule: ScheduleConfig, updates_per_epoch: int) -> Schedu
     epochs = -(-schedule.min_updates // max(updates_per_epoch, 1))
     if epochs <= schedule.epochs:
         return schedule
-    say(
+    print_once(
         f'note: schedule.epochs = {epochs} in place of {schedule.epochs}, because schedule.min_updates = '
         f'{schedule.min_updates} and an epoch has {updates_per_epoch}'
     )

@@ -14,7 +14,7 @@ SECTIONS = {
     'generate': 'train.fastformer',
 }
 # How alike a suggestion is, by difflib.
-ALIKE = 0.8
+MIN_SIMILARITY = 0.8
 
 
 def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
@@ -31,8 +31,10 @@ def unknown_key(key: str, value: Any, keys: Iterable[str]) -> str:
     if first in SECTIONS and first not in keys:
         return f'{said}; the section {first} is one of python -m {SECTIONS[first]}'
     own = [each for each in keys if each.startswith(f'{section}.')]
-    near = get_close_matches(key, own, cutoff=ALIKE) or [each for each in keys if each.rpartition('.')[2] == last]
-    near = near or get_close_matches(key, keys, n=1, cutoff=ALIKE)
+    near = get_close_matches(key, own, cutoff=MIN_SIMILARITY) or [
+        each for each in keys if each.rpartition('.')[2] == last
+    ]
+    near = near or get_close_matches(key, keys, n=1, cutoff=MIN_SIMILARITY)
     if near:
         return f'{said}; the nearest is {" or ".join(near)}'
     names = [each.removeprefix(f'{section}.') for each in own] or [each for each in keys if '.' not in each]

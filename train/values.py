@@ -20,12 +20,12 @@ FLOAT = re.compile(
     r'[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)'
 )
 # Only YAML 1.1 takes these for numbers and booleans.
-OLD_NUMBER = re.compile(
+YAML_1_1_NUMBER = re.compile(
     r'[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])*(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|0b[01_]+|0x[0-9a-fA-F_]+)'
 )
 # (H, W) in pixels, for which one side may be given.
 PAIRS = (tuple[int, int], tuple[int, int] | None)
-OLD_BOOLEANS = {'yes': 'true', 'y': 'true', 'on': 'true', 'no': 'false', 'n': 'false', 'off': 'false'}
+YAML_1_1_BOOLEANS = {'yes': 'true', 'y': 'true', 'on': 'true', 'no': 'false', 'n': 'false', 'off': 'false'}
 
 
 class Plain(str):
@@ -132,17 +132,17 @@ def _core(text: str) -> Any:
 
 def _check_old(value: str, kinds: set[type], key: str) -> None:
     """Raise a ValueError for a number or a boolean of YAML 1.1, which OmegaConf would convert."""
-    if kinds & {int, float} and OLD_NUMBER.fullmatch(value) and _core(value) == value:
+    if kinds & {int, float} and YAML_1_1_NUMBER.fullmatch(value) and _core(value) == value:
         read = yaml.safe_load(value)
         why = 'has a leading 0' if read == value else f'is a number only in YAML 1.1, which reads {read}'
         raise ValueError(f'{key} = {value!r} {why}; write it in base 10, without a leading 0, underscore or colon')
-    if bool in kinds and value.lower() in OLD_BOOLEANS:
-        raise ValueError(f'{key} = {value!r} is a boolean only in YAML 1.1; write {OLD_BOOLEANS[value.lower()]}')
+    if bool in kinds and value.lower() in YAML_1_1_BOOLEANS:
+        raise ValueError(f'{key} = {value!r} is a boolean only in YAML 1.1; write {YAML_1_1_BOOLEANS[value.lower()]}')
 
 
 def _check_free(value: str, key: str) -> None:
     """Raise a ValueError for an unquoted value of unknown type that YAML 1.1 does not take for text."""
-    if type(read := yaml.safe_load(value)) in (int, float, bool) or OLD_NUMBER.fullmatch(value):
+    if type(read := yaml.safe_load(value)) in (int, float, bool) or YAML_1_1_NUMBER.fullmatch(value):
         raise ValueError(
             f'{key} = {value!r} is {read!r} in YAML 1.1 and text in YAML 1.2; write the number, true or false, or for '
             f'the text the value in quotes, "{value}"'

@@ -19,7 +19,7 @@ from aft_vision.data.native import NativeShape
 from aft_vision.data.ranges import check_ranges, within
 
 # Pixels of a resized image, above which only its crop is resized: a row of 65,536 pixels at a shorter side of 256.
-LARGEST_RESIZED = 2**24
+MAX_RESIZED_PIXELS = 2**24
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class _ResizedCrop:
     def __call__(self, image: Image.Image) -> Image.Image:
         height, width = self._resized(image)
         interpolation = self.resize.interpolation
-        if height * width <= LARGEST_RESIZED:
+        if height * width <= MAX_RESIZED_PIXELS:
             return self.crop(resize(image, [height, width], interpolation))
         rows, columns = self.crop.size
         top, left = round((height - rows) / 2), round((width - columns) / 2)

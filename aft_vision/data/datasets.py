@@ -160,7 +160,7 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
     """
     split = _open(source, (source.train_split,), batch_size, seed, is_training=True)
     if source.val_share is not None:
-        split = _hold_apart(split, source, source.val_share, held=False)
+        split = _hold_out(split, source, source.val_share, held_out=False)
     if source.on_corrupt_image == 'skip':
         split.dataset.skip_corrupt('next')
     return split
@@ -173,13 +173,13 @@ def open_eval_split(source: Source, batch_size: int) -> Split:
         split = _open(source, wanted, batch_size, seed=0, is_training=False)
     else:
         whole = _open(source, (source.train_split,), batch_size, seed=0, is_training=False)
-        split = _hold_apart(whole, source, source.val_share, held=True)
+        split = _hold_out(whole, source, source.val_share, held_out=True)
     if source.on_corrupt_image == 'skip':
         split.dataset.skip_corrupt('none')
     return split
 
 
-def _hold_apart(split: Split, source: Source, share: float, held: bool) -> Split:
+def _hold_out(split: Split, source: Source, share: float, held_out: bool) -> Split:
     """Return the images of a training split that `val_share` holds out, or the others."""
     if split.is_stream:
         raise ValueError(
@@ -199,8 +199,9 @@ def _hold_apart(split: Split, source: Source, share: float, held: bool) -> Split
     order = np.lexsort((draws, classes))
     ranks = np.empty(len(classes), int)
     ranks[order] = np.arange(len(classes)) - np.repeat(np.cumsum(counts) - counts, counts)
-    is_held = ranks < wanted[classes]
-    return replace(split, dataset=PartOfDataset(split.dataset, np.flatnonzero(is_held if held else ~is_held)))
+    is_held_out = ranks < wanted[classes]
+    chosen = np.flatnonzero(is_held_out if held_out else ~is_held_out)
+    return replace(split, dataset=PartOfDataset(split.dataset, chosen))
 
 
 def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:

@@ -36,14 +36,14 @@ def quantize_onnx(path: str | Path, mode: str, images: Sequence[Tensor] = ()) ->
         raise ValueError(f'mode must be one of {", ".join(INT8_MODES)}, got {mode!r}')
     if mode == 'static' and len(images) < 2:
         raise ValueError(f"mode='static' needs 2 images or more, to calibrate and to compare, got {len(images)}")
-    held = list(images[1::2] if mode == 'static' else images)
+    compared = list(images[1::2] if mode == 'static' else images)
     before = onnx_runner(path, torch.get_num_threads())
-    expected = [before(batch).argmax(1) for batch in held]
+    expected = [before(batch).argmax(1) for batch in compared]
     with replacing(Path(path)) as temporary:
         _quantize(Path(path), temporary, mode, images[::2])
         after = onnx_runner(temporary, torch.get_num_threads())
-        found = [after(batch).argmax(1) for batch in held]
-    return (torch.cat(found) == torch.cat(expected)).float().mean().item() if held else None
+        found = [after(batch).argmax(1) for batch in compared]
+    return (torch.cat(found) == torch.cat(expected)).float().mean().item() if compared else None
 
 
 def _quantize(path: Path, out: Path, mode: str, images: Sequence[Tensor]) -> None:

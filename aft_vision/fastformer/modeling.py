@@ -87,7 +87,7 @@ NO_SPLIT = [
     *('DecoderEmbeddings', 'FastformerDecoderLayer', 'UserEncoder', 'ConversionHead'),
 ]
 # Arguments of `from_pretrained` about where a file lies.
-PLACE = ('cache_dir', 'force_download', 'local_files_only', 'proxies', 'revision', 'subfolder', 'token')
+HUB_ARGUMENTS = ('cache_dir', 'force_download', 'local_files_only', 'proxies', 'revision', 'subfolder', 'token')
 
 
 class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
@@ -159,7 +159,9 @@ def _has_decoder(source: Any, config: Any, options: Mapping[str, Any]) -> bool:
     """Return True if the saved model has an encoder and a decoder."""
     if source is not None:
         try:
-            fields, _ = PreTrainedConfig.get_config_dict(source, **{k: options[k] for k in PLACE if k in options})
+            fields, _ = PreTrainedConfig.get_config_dict(
+                source, **{k: options[k] for k in HUB_ARGUMENTS if k in options}
+            )
         except OSError:
             # The folder of an adapter has no configuration, and its base model has the same class.
             pass

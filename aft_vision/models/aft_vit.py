@@ -508,7 +508,7 @@ def checkpoint_filter_fn(
         elif name == 'patch_embed.proj.weight':
             if value.shape != own[name].shape and value.ndim == 4 and len(value) == len(own[name]):
                 value = resample_patch_embed(value, list(own[name].shape[-2:]))
-        # As many tokens may be another grid.
+        # The same token count may have another (H, W).
         elif name == 'pos_embed' and value.shape[-1] == own[name].shape[-1]:
             value = resample(value[0], 0 if model.no_embed_class else model.num_prefix_tokens).unsqueeze(0)
         elif (path := name.partition('.attn.'))[0] + '.attn' in mixers:

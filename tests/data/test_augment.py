@@ -141,7 +141,7 @@ def ramp(height: int, width: int) -> Image.Image:
 def test_a_crop_before_resizing_equals_one_after_it(monkeypatch, size, shape):
     image, transform = ramp(*shape), eval_transform(size, 0.875)
     after = transform(image)
-    monkeypatch.setattr('aft_vision.data.augment.LARGEST_RESIZED', 0)
+    monkeypatch.setattr('aft_vision.data.augment.MAX_RESIZED_PIXELS', 0)
     torch.testing.assert_close(transform(image).int(), after.int(), rtol=0, atol=1)
 
 

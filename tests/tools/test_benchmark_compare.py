@@ -198,7 +198,7 @@ def test_classifiers_are_measured_at_sizes_and_one_that_cannot_is_named(monkeypa
     assert 'multiples of the patch size' in failed['aft_conv_tiny']
     found = {row['name']: row for row in rows if row['size'] == (32, 32)}
     # That of timm is another one where ours multiplies faster.
-    assert list(found) == [DEIT, *[f'{DEIT}, {models.AS_TIMM}'] * faster, PAPER_DEIT, 'aft_conv_tiny']
+    assert list(found) == [DEIT, *[f'{DEIT}, {models.TIMM_DEFAULTS}'] * faster, PAPER_DEIT, 'aft_conv_tiny']
     assert found[DEIT]['ratio'] == 1.0
     for row in found.values():
         assert row['per_second'] == pytest.approx(2e3 / row['milliseconds'])

@@ -92,7 +92,7 @@ def test_a_model_of_unknown_attention_is_named_before_the_page_is_served(tmp_pat
 )
 def test_every_side_of_the_slider_is_a_multiple_of_the_patches(sizes, patches, expected):
     kwargs = [dict(CONV, img_size=size, patch_size=patch) for size, patch in zip(sizes, patches, strict=True)]
-    assert demo.sides([timm.create_model('aft_conv_tiny', **each) for each in kwargs]) == expected
+    assert demo.side_limits([timm.create_model('aft_conv_tiny', **each) for each in kwargs]) == expected
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_every_side_of_the_slider_is_a_multiple_of_the_patches(sizes, patches, e
 def test_a_browser_shows_the_answers_and_a_click_chooses_the_token(models, tmp_path):
     pytest.importorskip('gradio', reason='needs the extra demo')
     page = demo.build_page(models, PHOTOGRAPHS[:3])
-    address = page.launch(prevent_thread_lock=True, quiet=True, **demo.look())[1]
+    address = page.launch(prevent_thread_lock=True, quiet=True, **demo.page_theme())[1]
     pictures = "[...document.querySelectorAll('img')].filter(x => x.naturalWidth > 0).map(x => x.src).join()"
     try:
         with Browser(tmp_path) as browser:

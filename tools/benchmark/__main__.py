@@ -62,30 +62,30 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 # The options of each section with their defaults: values, the words of a list, and in parentheses what is chosen later.
 COMMON = dict(threads="(torch's own choice)", allow_load=False, json=None)
-PLACE = dict(dtype='float32', device='cpu', **COMMON)
+DEVICE_OPTIONS = dict(dtype='float32', device='cpu', **COMMON)
 TOKENS = dict(tokens=None, png=None)
 SECTIONS: dict[str, dict[str, Any]] = {
     'ops': dict(groups=GROUPS, batch_size='(that of the group)', compile=False, graph=False)
-    | dict(TOKENS, training=False, most_seconds=5.0, rounds=15, **PLACE),
+    | dict(TOKENS, training=False, most_seconds=5.0, rounds=15, **DEVICE_OPTIONS),
     'models': dict(models=f'{OURS} {PEERS}', baseline=SMALL, runtimes='torch', batch_size=4)
-    | dict(sizes='224 384 512 1024', training=False, compile=False, graph=False, rounds=5, **PLACE),
+    | dict(sizes='224 384 512 1024', training=False, compile=False, graph=False, rounds=5, **DEVICE_OPTIONS),
     'profile': dict(models='aft_conv_tiny aft_conv_tiny_k11_h32 aft_full_tiny', baseline=TINY, batch_size=1)
     | dict(sizes='224 384', rounds=15, device='cpu', **COMMON),
     'decode': dict(rounds=5, **COMMON),
     'text': dict(models=ENCODERS, behaviors=None, rounds='(3, with --behaviors 100)')
-    | dict(TOKENS, total_tokens=65536, most_seconds=30.0, **PLACE),
+    | dict(TOKENS, total_tokens=65536, most_seconds=30.0, **DEVICE_OPTIONS),
     'loader': dict(data=None, batch_size=64, img_size=224, workers='(one per core)', rounds=5, **COMMON),
     'goals': dict(rows='(1 to 21)', rounds=15, **COMMON) | dict(threads='(at most 2)'),
     'table': dict(number=None, batch_size='(32 images, 1 sequence)', img_size='(that of the table)')
-    | dict(depth='(as printed)', rounds=3, **PLACE),
+    | dict(depth='(as printed)', rounds=3, **DEVICE_OPTIONS),
 }
 # For an option of a section the others that go only with it, and those that go only without it.
-SWITCHES = {
+EXCLUSIVE_OPTIONS = {
     'ops': ('tokens', ('training', 'most_seconds', 'png'), ('groups', 'batch_size', 'compile', 'graph')),
     'text': ('behaviors', (), ('tokens', 'total_tokens', 'most_seconds', 'png')),
 }
 # Options of the section models that other runtimes do not have.
-ONLY_TORCH = ('dtype', 'training', 'compile', 'graph', 'device')
+TORCH_OPTIONS = ('dtype', 'training', 'compile', 'graph', 'device')
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -106,12 +106,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 given['default'] = [read(word) for word in default.split()] if 'nargs' in given else default
             section.add_argument(option if option in ('data', 'number') else f'--{option.replace("_", "-")}', **given)
     args = parser.parse_args(argv)
-    switch, only_with, only_without = SWITCHES.get(args.section, ('section', (), ()))
+    switch, only_with, only_without = EXCLUSIVE_OPTIONS.get(args.section, ('section', (), ()))
     word, others = ('with', only_with) if getattr(args, switch) is None else ('without', only_without)
     default_of = sections.choices[args.section].get_default
     if wrong := [name for name in others if getattr(args, name) != default_of(name)]:
         parser.error(f'--{wrong[0].replace("_", "-")} of {args.section} goes only {word} --{switch}')
-    only_torch = () if 'torch' in getattr(args, 'runtimes', ['torch']) else ONLY_TORCH
+    only_torch = () if 'torch' in getattr(args, 'runtimes', ['torch']) else TORCH_OPTIONS
     if wrong := [name for name in only_torch if getattr(args, name) != default_of(name)]:
         parser.error(f'--{wrong[0]} of {args.section} goes only with torch among --runtimes')
     return args

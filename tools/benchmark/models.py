@@ -25,7 +25,7 @@ VIT_FILES = ('aft_vit', 'deit', 'vision_transformer')
 # Relative to the largest logit: whether a runtime computes the same model, not how exact it is.
 EXPORT_TOLERANCE = 1e-3
 # A baseline whose linear layers are those of torch.
-AS_TIMM = 'as timm has it'
+TIMM_DEFAULTS = 'as timm has it'
 # (B, 3, H, W)
 Images = tuple[int, int, int, int]
 
@@ -88,7 +88,7 @@ def classifier(name: str, shape: Images, device: torch.device, fuses: bool = Tru
         leaves = [each for each in model.parameters() if training]
         return Prepared(lambda: model(images), leaves, [images, *model.buffers()])
 
-    return Candidate(name if fuses else f'{name}, {AS_TIMM}', prepare, compiles=fuses)
+    return Candidate(name if fuses else f'{name}, {TIMM_DEFAULTS}', prepare, compiles=fuses)
 
 
 def runtime_candidate(name: str, shape: Images, runtime: str, threads: int | None = None) -> Candidate:

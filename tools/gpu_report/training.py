@@ -32,7 +32,7 @@ TINY_RECIPE = (
     'run.overwrite=true run.tensorboard=false'
 )
 # The share of the remaining time that may be planned: evaluations and checkpoints take some too.
-PLANNED = 0.85
+MAX_PLANNED_SHARE = 0.85
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -95,7 +95,7 @@ def plan_epochs(trials: Sequence[dict[str, Any]], seconds: float) -> int:
     """
     epoch = sum(trial['epoch_seconds'] for trial in trials)
     start = sum(trial['seconds'] - trial['train_seconds'] for trial in trials)
-    return max(0, int((PLANNED * seconds - start) / epoch))
+    return max(0, int((MAX_PLANNED_SHARE * seconds - start) / epoch))
 
 
 def find_data(args: argparse.Namespace) -> None:
