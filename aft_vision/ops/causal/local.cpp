@@ -13,7 +13,7 @@ struct Forward {
   Item item;
   IntVec first;
   Reference reference;
-  IntVec lost;         // whether a denominator is below its limit
+  IntVec underflowed;  // whether a denominator is below its limit
   Pair state, part;    // sums over the sources that no window of the block and of the next targets has
   int64_t base, left;  // the first source of the map, and the first of the vectors that have not left the window
   std::vector<Pair> map;
@@ -22,7 +22,7 @@ struct Forward {
       : item(source.s, index),
         first(source.first(item)),
         reference(source, item),
-        lost{},
+        underflowed{},
         state{},
         part{},
         base(round_down<P>(1 - source.s.window)),
@@ -79,13 +79,13 @@ void write(Forward<P> &x, const Weights<P> &w, Limits limits, const Tile &tile, 
            const Stream &out, const Stream &den) {
   for (int64_t i = 0; i < tile.size; ++i) {
     const int64_t t = tile.first + i;
-    const Vec bottom = sums[i].keys;
-    const IntVec lost = bottom < splat(w.limit(t, limits));
-    x.lost |= lost & (IntVec{} + static_cast<int32_t>(t) >= x.first);
-    Vec y = bottom == Vec{} ? Vec{} : sums[i].values / bottom;
+    const Vec denominator = sums[i].keys;
+    const IntVec underflowed = denominator < splat(w.limit(t, limits));
+    x.underflowed |= underflowed & (IntVec{} + static_cast<int32_t>(t) >= x.first);
+    Vec y = denominator == Vec{} ? Vec{} : sums[i].values / denominator;
     if (q.data) y *= sigmoid(x.item.read(q, t));
     x.item.write(out, t, y);
-    if (den.data) x.item.write(den, t, lost ? Vec{} : bottom);
+    if (den.data) x.item.write(den, t, underflowed ? Vec{} : denominator);
   }
 }
 
@@ -122,7 +122,7 @@ int forward(const Source &source, const float *band, Stream q, Stream out, Strea
       }
     }
     for (const Forward<P> &x : items)
-      for (int lane = 0; lane < x.item.lanes; ++lane) good = good && !x.lost[lane];
+      for (int lane = 0; lane < x.item.lanes; ++lane) good = good && !x.underflowed[lane];
   });
   region.finish();
   return good;

@@ -125,9 +125,9 @@ struct Backward {
     Pair next{};
     Vec least = splat(std::numeric_limits<float>::max());
     for (int64_t t = stop - 1; t >= start; --t) {
-      const Vec g = item.read(grad, t), go = g * item.read(y, t), bottom = item.read(den, t);
-      least = bottom < least ? bottom : least;
-      const Vec inverse = bottom < splat(underflow) ? Vec{} : 1.0f / bottom;
+      const Vec g = item.read(grad, t), go = g * item.read(y, t), denominator = item.read(den, t);
+      least = denominator < least ? denominator : least;
+      const Vec inverse = denominator < splat(underflow) ? Vec{} : 1.0f / denominator;
       Vec a = g;
       if (q.data) {
         const Vec gate = sigmoid(item.read(q, t));

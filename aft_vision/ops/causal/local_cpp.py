@@ -57,14 +57,14 @@ def local_causal_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tenso
     """Return y and the denominators (AFT Eq. 4, causal)."""
     q, k, v, _, _ = inputs
     out, den = empty_output(q, v), empty_denominator(k, v, save)
-    y, bottom = narrow_output(out), narrow_output(den)
-    if not _forward(inputs, y, bottom if save else None):
+    y, denominator = narrow_output(out), narrow_output(den)
+    if not _forward(inputs, y, denominator if save else None):
         # With denominators as the kernel compares them.
-        y, bottom = float_output(out), float_buffer(v.shape)
-        _forward(inputs, y, bottom)
-        _repair(y, bottom, inputs)
-    if save and bottom is not den:
-        den.copy_(bottom)
+        y, denominator = float_output(out), float_buffer(v.shape)
+        _forward(inputs, y, denominator)
+        _repair(y, denominator, inputs)
+    if save and denominator is not den:
+        den.copy_(denominator)
     return (out if y is out else out.copy_(y)), den
 
 
@@ -77,11 +77,11 @@ def local_causal_backward(
     bias = BandBias(band)
     dq, dk, dv = narrow_like(q), narrow_like(k), narrow_like(v)
     d_band = float_buffer(band.shape) if need_bias else None
-    held: list[Tensor] = []
-    fields = _call(inputs, held)
+    keep_alive: list[Tensor] = []
+    fields = _call(inputs, keep_alive)
     for x in (grad, y, den, dq, dk, dv):
-        fields += stream(x, held)
-    fields += (address(d_band, held),)
+        fields += stream(x, keep_alive)
+    fields += (address(d_band, keep_alive),)
     with profiled('aft_vision::local_backward'):
         good = compiled().aft_local_causal_backward(
             pack('aft_local_causal_backward', *fields),
@@ -104,8 +104,8 @@ def local_causal_backward(
 
 def _forward(inputs: LocalInputs, y: Tensor, den: Tensor | None) -> bool:
     # True if y and den are right everywhere.
-    held: list[Tensor] = []
-    fields = *_call(inputs, held), *stream(y, held), *stream(den, held)
+    keep_alive: list[Tensor] = []
+    fields = *_call(inputs, keep_alive), *stream(y, keep_alive), *stream(den, keep_alive)
     with profiled('aft_vision::local_forward'):
         good = compiled().aft_local_causal_forward(
             pack('aft_local_causal_forward', *fields),
@@ -125,9 +125,9 @@ def _repair(y: Tensor, den: Tensor, inputs: LocalInputs) -> None:
     y.copy_(torch.where(underflowed, ratio if s is None else ratio * s, y))
 
 
-def _call(inputs: LocalInputs, held: list[Tensor]) -> tuple[int, ...]:
-    # The fields of `Call` in C++; `held` gets the tensors that must outlive the call.
+def _call(inputs: LocalInputs, keep_alive: list[Tensor]) -> tuple[int, ...]:
+    # The fields of `Call` in C++; `keep_alive` gets the tensors that must outlive the call.
     q, k, v, band, mask = inputs
     window = band.shape[1]
-    sizes = *v.shape, window, block_length(window), operands(v), floats(band, held)
-    return *sizes, *stream(q, held), *stream(k, held), *stream(v, held), address(mask, held)
+    sizes = *v.shape, window, block_length(window), operands(v), floats(band, keep_alive)
+    return *sizes, *stream(q, keep_alive), *stream(k, keep_alive), *stream(v, keep_alive), address(mask, keep_alive)
