@@ -22,6 +22,7 @@ import pytest
 import timm
 import torch
 from helpers import link_photographs, load_script
+from PIL import Image
 from text_files import write_amazon, write_glove, write_mind, write_mind_behaviors
 from torch import nn
 from torch.distributed.run import get_args_parser
@@ -137,6 +138,7 @@ def write_programs() -> None:
     sizes = {'input': dict.fromkeys((0, 2, 3), torch.export.Dim.DYNAMIC)}
     program = torch.export.export(nn.AdaptiveAvgPool2d(1), (torch.zeros(2, 3, 64, 96),), dynamic_shapes=sizes)
     torch.export.save(program, 'model.pt2')
+    Image.new('RGB', (120, 100), 'red').save('PHOTO.jpg')
     if HAS_ONNX:
         write_onnx('model.onnx')
 
@@ -148,7 +150,10 @@ def write_onnx(path: str) -> None:
     nodes = [onnx.helper.make_node('GlobalAveragePool', ['images'], ['logits'])]
     ends = [onnx.helper.make_tensor_value_info(name, 1, ('b', 3, 'h', 'w')) for name in ('images', 'logits')]
     graph = onnx.helper.make_graph(nodes, 'pool', ends[:1], ends[1:])
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid('', 18)], ir_version=10), path)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid('', 18)], ir_version=10)
+    about = {'mean': [0.5] * 3, 'std': [0.5] * 3, 'interpolation': 'bicubic', 'crop_pct': 0.9, 'label_names': [*'abc']}
+    onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in about.items()})
+    onnx.save(model, path)
 
 
 def write_text_models() -> None:

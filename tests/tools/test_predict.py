@@ -88,6 +88,7 @@ def test_json_and_a_folder_at_another_size(run_folder, capsys):
         (['PHOTO', '--model', 'aft_conv_tiny'], 'weights'),
         (['PHOTO', '--model', 'runs/mine'], '--checkpoint takes'),
         (['PHOTO', '--model', 'aft_conv_naon'], r'got aft_conv_naon; did you mean aft_conv_nano\?'),
+        (['PHOTO', '--model', 'model.onnx'], r'got model.onnx; onnxruntime runs an ONNX file'),
         (['PHOTO', '--checkpoint', 'RUN', '--size', '50'], 'multiples of the patch'),
     ],
 )
