@@ -8,7 +8,7 @@
 #include "bfloat16.h"
 
 // Headers of a compiler that knows the instructions.
-#if defined(__AVX512F__) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
+#if defined(__AVX512F__) && defined(__linux__) && __has_include(<amxbf16intrin.h>) && !defined(AFT_NO_AMX)
 #define AFT_AMX
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -20,7 +20,7 @@ namespace {
 // The operands of products, as Python names them: float32, pairs of bfloat16 in vectors, or in tiles.
 constexpr int SINGLE = 0, PAIRS = 1, TILES = 2;
 
-// Rows, terms and columns of a product, whose four loads for four multiplications hide behind them.
+// Rows, terms and columns of a product of two by two tiles, so that four loads serve four multiplications.
 constexpr int TILE_ROWS = 2 * LANES, TILE_TERMS = 2 * LANES, TILE_COLUMNS = 2 * LANES;
 
 // Return whether the processor has tiles and Linux lets this process use them, which is asked for once.
@@ -73,7 +73,7 @@ struct Amx {
 };
 #endif
 
-// As the instruction: the sums of the first and of the second terms of pairs are separate until they join the tile, and a
+// Compute what the instruction computes: the sums of the first and of the second terms of pairs are separate until they join the tile, and a
 // number too small to be normal is 0.
 struct Loops {
   struct Operand {
