@@ -135,7 +135,7 @@ def check_folder(config: ConvertConfig, folder: Path) -> None:
     Raises:
         FileExistsError: it has a run of another trainer, whose config.yaml a conversion replaces, or a conversion that
             is neither resumed nor overwritten.
-        ValueError: the conversion to resume has other stages.
+        ValueError: the conversion to resume has other stages or another teacher.
     """
     if holds_run(folder):
         raise FileExistsError(
@@ -146,6 +146,11 @@ def check_folder(config: ConvertConfig, folder: Path) -> None:
         check_run_dir(folder / name, config.run)
     if config.run.resume is not None and any(holds_run(folder / name) for name in STAGES):
         begun = load_config(folder / 'config.yaml', (), ConvertConfig)
+        if begun.distill.teacher != config.distill.teacher:
+            raise ValueError(
+                f'expected distill.teacher={begun.distill.teacher}, with which the conversion in {folder} began, got '
+                f'{config.distill.teacher}; set run.resume=null run.overwrite=true to convert again, or run.dir'
+            )
         if list(begun.stages()) != list(config.stages()):
             raise ValueError(
                 f'expected the stages {", ".join(begun.stages())} of the conversion in {folder}, got '
@@ -189,6 +194,7 @@ def remove_runs(folders: Iterable[Path]) -> None:
     """Remove the runs of stages, which run.resume=auto would take for those of this conversion; other files stay."""
     for folder in folders:
         if holds_run(folder):
+            print(f'removing {folder}: the stage before it starts again or goes on')
             remove_run(folder)
             for name in ('config.yaml', 'summary.csv'):
                 (folder / name).unlink(missing_ok=True)
