@@ -1,12 +1,14 @@
 """Layers of fused models: the values and parameters of torch's and timm's, faster in evaluation on a CPU.
 
 They act in evaluation without gradients, where nothing traces, exports or transforms the call; else they are torch's.
-They keep packed weights, about as large as the parameters: made when a size of the input comes a second time, again
-after a parameter was loaded, moved, cast or written in place, and dropped by a call with gradients or in training;
-other writes are not detected, see `position_bias`. Copies and files do not have them. Hooks on convolutions and norms
-within a fused block are not called.
+They keep packed weights, about as large as the parameters, of convolutions twice as large: made when a size of the
+input comes a second time, again after a parameter was loaded, moved, cast or written in place, and dropped by a call
+with gradients or in training; other writes are not detected, see `position_bias`. Parameters made in inference mode,
+which counts no writes, are not packed. Copies and files have no packed weights. Hooks on convolutions and norms within
+a fused block are not called; one that keeps the output of an MLP's first layer must copy it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,8 +39,9 @@ def tensor_versions(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, in
 
 
 class _Packed(NamedTuple):
-    # What a layer keeps: the versions of its tensors, the type and the rows or channels of its input, and its calls,
-    # one after the other.
+    # Packed weights: the tensors that they were made of, which no other can have the identity of while they live, with
+    # their versions; the type of the input and its number of rows or channels; and the calls that compute the layer.
+    tensors: Sequence[Tensor | None]
     versions: list[tuple[int, int, int]]
     dtype: torch.dtype
     size: int
@@ -46,7 +49,7 @@ class _Packed(NamedTuple):
 
 
 class _Packing(nn.Module):
-    # A layer that keeps its weights in the form of a library.
+    # A layer that keeps packed weights.
 
     __jit_ignored_attributes__: ClassVar[list[str]] = ['packed']
     packed: _Packed | None = None
@@ -61,20 +64,23 @@ class _Packing(nn.Module):
             if self.packed is not None and not torch.compiler.is_compiling():
                 self.packed = None
             return False
-        return type(x) is Tensor and is_ordinary((x,)) and x.is_cpu and not torch.is_autocast_enabled('cpu')
+        if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled('cpu'):
+            return False
+        return type(x) is Tensor and is_ordinary((x,)) and x.is_cpu
 
     def _convolve(self, x: Tensor, layers: Sequence[_Layer]) -> Tensor | None:
         # Return the result of convolutions of maps (B, C, H, W) one after the other, None if oneDNN cannot compute it.
-        versions = tensor_versions([tensor for layer in layers for tensor in _tensors(*layer)])
+        tensors = [tensor for layer in layers for tensor in _tensors(*layer)]
+        versions = tensor_versions(tensors)
         # Another thread may replace it at any time.
         kept = self.packed
         if kept is None or kept.versions != versions or kept.dtype is not x.dtype or not x.numel():
-            if not _can_convolve(x, layers):
+            if _is_uncounted(tensors) or not _can_convolve(x, layers):
                 return None
             # Normal tensors even in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 calls = [_pack_convolution(*layer) for layer in layers]
-            kept = self.packed = _Packed(versions, x.dtype, x.shape[1], calls)
+            kept = self.packed = _Packed(tensors, versions, x.dtype, x.shape[1], calls)
         if x.ndim != 4 or x.shape[1] != kept.size or any(norm.training for _, norm in layers if norm is not None):
             return None
         x = x.contiguous(memory_format=torch.channels_last)
@@ -142,15 +148,15 @@ class FusedLinear(_Packing, nn.Linear):
 
     def _packed_call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         versions, columns = tensor_versions((weight, bias)), weight.shape[1]
-        rows = x.numel() // columns
+        rows = math.prod(x.shape[:-1])
         # Another thread may replace it at any time.
         kept = self.packed
         if kept is None or kept.versions != versions or kept.dtype is not x.dtype or kept.size != rows:
             # The first call of so many rows packs nothing, so that images of ever other sizes do not.
             again, self.last_rows = self.last_rows == rows, rows
-            if not again or not can_run(x, weight, bias):
+            if not again or _is_uncounted((weight, bias)) or not can_run(x, weight, bias):
                 return None
-            kept = self.packed = _Packed(versions, x.dtype, rows, [pack_weight(x, weight, bias)])
+            kept = self.packed = _Packed((weight, bias), versions, x.dtype, rows, [pack_weight(x, weight, bias)])
         return kept.calls[0] if x.shape[-1] == columns and x.is_contiguous() else None
 
 
@@ -239,9 +245,14 @@ def _overwrites(module: nn.Module, x: Any) -> bool:
     return not (watched or module.training or torch.is_grad_enabled())
 
 
+def _is_uncounted(tensors: Iterable[Tensor | None]) -> bool:
+    # Return whether writes to one of them cannot be seen.
+    return any(x is not None and x.is_inference() for x in tensors)
+
+
 def _can_convolve(x: Tensor, layers: Sequence[_Layer]) -> bool:
     # Return whether oneDNN computes these convolutions of maps (B, C, H, W), one after the other.
-    if x.ndim != 4 or not x.numel() or not torch.backends.mkldnn.enabled or not supports_dtype(x.dtype):
+    if x.ndim != 4 or not x.numel() or not supports_dtype(x.dtype):
         return False
     for conv, norm in layers:
         if type(conv) not in (nn.Conv2d, FusedConv2d) or conv.padding_mode != 'zeros' or isinstance(conv.padding, str):
@@ -280,7 +291,9 @@ class _Convolution:
     # again: oneDNN has another form for other sizes, and takes 20 times as long with one that it cannot read at once.
 
     def __init__(self, conv: nn.Conv2d, weight: Tensor, bias: Tensor | None, activation: nn.Module) -> None:
-        self.weight, self.bias = weight.contiguous(memory_format=torch.channels_last), bias
+        # oneDNN reads the bias as if it were contiguous.
+        self.bias = None if bias is None else bias.detach().contiguous()
+        self.weight = weight.contiguous(memory_format=torch.channels_last)
         self.sizes = list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups
         self.name = POINTWISE.get(type(activation))
         self.activation = activation if self.name is None else None

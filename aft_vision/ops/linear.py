@@ -74,7 +74,12 @@ def can_run(x: Tensor, weight: Tensor, bias: Tensor | None, min_product: int = M
     for each in (weight, bias):
         if each is not None and (type(each) is not Parameter or each.dtype is not x.dtype):
             return False
-    if not x.is_contiguous() or x.shape[-1] != weight.shape[1] or not (bias is None or bias.is_contiguous()):
+    if (
+        not x.ndim
+        or not x.is_contiguous()
+        or x.shape[-1] != weight.shape[1]
+        or not (bias is None or bias.is_contiguous())
+    ):
         return False
     return x.numel() * weight.shape[0] >= min_product
 

@@ -40,6 +40,17 @@ def make_linear(bias: bool = True) -> nn.Linear:
     return layer
 
 
+def packed_linear() -> FusedLinear:
+    """Return a layer that has packed its weight for inputs of ROWS rows."""
+    layer = make_linear()
+    with torch.no_grad():
+        for _ in range(2):
+            layer(torch.zeros(ROWS, WIDTH))
+    assert isinstance(layer, FusedLinear)
+    assert layer.packed is not None
+    return layer
+
+
 def operators(function: Callable[[], object]) -> set[str]:
     with torch.profiler.profile() as profile:
         function()
@@ -232,6 +243,49 @@ def test_a_bias_of_any_strides_is_added(onednn: None, make: Callable[[], Tensor]
 
 
 @needs_onednn
+@pytest.mark.parametrize('make', [lambda: torch.randn(48)[::2], lambda: torch.ones(1).expand(24)])
+def test_a_convolution_adds_a_bias_of_any_strides(make: Callable[[], Tensor]):
+    layer, x = nn.Conv2d(16, 24, 3), randn(2, 16, 9, 11).float()
+    layer.bias = nn.Parameter(make())
+    quick = fuse(layer)
+    with torch.no_grad():
+        for _ in range(3):
+            assert_close(quick(x), copy.deepcopy(layer).double()(x.double()), 1e-6)
+
+
+@needs_onednn
+def test_a_new_parameter_in_the_memory_of_the_old_one_is_packed(onednn: None):
+    layer, x = make_linear(), randn(ROWS, WIDTH).float()
+    with torch.no_grad():
+        for scale in range(1, 9):
+            layer.weight = None
+            layer.weight = nn.Parameter(torch.full((WIDTH, WIDTH), float(scale)))
+            for _ in range(2):
+                assert_close(layer(x), copy.deepcopy(layer).double()(x.double()), 1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize('kind', ['edge', 'depthwise', 'linear'])
+def test_layers_made_in_inference_mode_follow_what_is_loaded(onednn: None, kind: str):
+    with torch.inference_mode():
+        layer = fuse(nn.Linear(WIDTH, WIDTH) if kind == 'linear' else make_convolutions(kind)).eval()
+        x = randn(ROWS, WIDTH).float() if kind == 'linear' else randn(2, 16, 9, 11).float()
+        for _ in range(2):
+            layer(x)
+        layer.load_state_dict({name: 2 * value for name, value in layer.state_dict().items()})
+        for _ in range(2):
+            assert_close(layer(x), copy.deepcopy(layer).double()(x.double()), 1e-5)
+
+
+@needs_onednn
+def test_no_columns_and_no_onednn_are_those_of_torch(onednn: None):
+    assert fuse(nn.Linear(0, 5)).eval()(torch.zeros(2, 0)).shape == (2, 5)
+    layer, x = packed_linear(), randn(ROWS, WIDTH).float()
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        assert not multiplies_by_onednn(lambda: layer(x))
+
+
+@needs_onednn
 @pytest.mark.parametrize(
     ('x', 'message'),
     [
@@ -241,11 +295,11 @@ def test_a_bias_of_any_strides_is_added(onednn: None, make: Callable[[], Tensor]
 )
 def test_wrong_inputs_have_the_errors_of_torch(onednn: None, x: Tensor, message: str):
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
-        make_linear()(x)
+        packed_linear()(x)
 
 
 CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
-    'few': lambda layer, x: layer(x[:5]),
+    'few': lambda layer, x: (layer(x[:5]), layer(x[:5])),
     'none': lambda layer, x: layer(x[:0]),
     'strided': lambda layer, x: layer(x.t().contiguous().t()),
     'training': lambda layer, x: layer.train()(x),
@@ -273,7 +327,9 @@ CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
 @pytest.mark.parametrize('name', CALLS)
 def test_every_other_call_is_one_of_torch(onednn: None, name: str):
     with torch.no_grad():
-        assert not multiplies_by_onednn(lambda: CALLS[name](make_linear(), randn(ROWS, WIDTH).float()))
+        layer, x = packed_linear(), randn(ROWS, WIDTH).float()
+        assert multiplies_by_onednn(lambda: layer(x))
+        assert not multiplies_by_onednn(lambda: CALLS[name](layer, x))
 
 
 @needs_onednn
@@ -291,7 +347,7 @@ def test_weights_of_a_subclass_have_their_own_product(onednn: None, compiled: bo
 
 @needs_onednn
 def test_autocast_and_modes_see_the_layer_of_torch(onednn: None):
-    layer, x = make_linear(), randn(ROWS, WIDTH).float()
+    layer, x = packed_linear(), randn(ROWS, WIDTH).float()
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

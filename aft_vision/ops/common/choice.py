@@ -66,17 +66,20 @@ def recorded() -> dict[str, Any]:
     """Return the choices of this machine: by subject, shape and threads, the way chosen and the ms of each way."""
     path = choices_path()
     if path not in _records:
-        _records[path] = _read(path)
+        _records[path] = {} if path is None else _read(path)
     return _records[path]
 
 
 @functools.cache
-def choices_path() -> Path:
-    """Return the file of the choices for this processor and version of torch."""
+def choices_path() -> Path | None:
+    """Return the file of the choices for this processor and version of torch; None without a home folder."""
     features = hashlib.sha256(cpu_info('flags', 'Features').encode()).hexdigest()[:8]
     capability = torch.backends.cpu.get_cpu_capability()
     name = re.sub(r'[^A-Za-z0-9.]+', '-', f'{processor_name()}_{capability}_{features}_{torch.__version__}')
-    return library_folder() / f'choices_{name}.json'
+    try:
+        return library_folder() / f'choices_{name}.json'
+    except RuntimeError:
+        return None
 
 
 def processor_name() -> str:
@@ -105,7 +108,7 @@ def describe_choices() -> list[str]:
 # Choices that this process asked for.
 _used: dict[str, dict[str, Any]] = {}
 # Contents of the file, which other processes add to, as this process knows them.
-_records: dict[Path, dict[str, Any]] = {}
+_records: dict[Path | None, dict[str, Any]] = {}
 
 
 def _shortest(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
@@ -123,17 +126,28 @@ def _shortest(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    # A file that is missing, cut off or of another form is as good as none.
+    # Ignore a file that is missing, cut off or holds anything else.
     found: Any = {}
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_text())
-    whole = isinstance(found, dict) and all(isinstance(x, dict) and 'chosen' in x for x in found.values())
-    return found if whole else {}
+    if not isinstance(found, dict):
+        return {}
+    for each in found.values():
+        if (
+            not isinstance(each, dict)
+            or not isinstance(each.get('ms'), dict)
+            or each.get('chosen') not in [*each['ms']]
+        ):
+            return {}
+    return found
 
 
 def _record(key: str, choice: dict[str, Any]) -> str:
     # Add a choice to the file and return it; that of another process for the same ways stays, so that all choose alike.
     path = choices_path()
+    if path is None:
+        recorded()[key] = _used[key] = choice
+        return choice['chosen']
     # A folder that cannot be written: this process alone remembers.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

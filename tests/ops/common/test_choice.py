@@ -115,7 +115,9 @@ def test_a_forked_process_measures_nothing():
     process.join()
 
 
-@pytest.mark.parametrize('content', ['', '{"a": ', '[1]', '{"a": 1}', '{"a": {"ms": 3}}', '\0\0'])
+@pytest.mark.parametrize(
+    'content', ['', '{"a": ', '[1]', '{"a": 1}', '{"a": {"ms": 3}}', '{"a": {"chosen": "b"}}', '\0\0']
+)
 def test_a_damaged_file_is_measured_again(content: str):
     fastest('product', (1,), Ways(slow=3, fast=1))
     choices_path().write_text(content)
@@ -139,6 +141,17 @@ def test_a_choice_of_another_process_stays():
 def test_a_way_that_no_longer_exists_is_measured_again():
     fastest('product', (1,), Ways(slow=3, fast=1))
     assert fastest('product', (1,), Ways(slow=3, other=1)) == 'other'
+
+
+def test_without_a_home_this_process_alone_remembers(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> Path:
+        raise RuntimeError('Could not determine home directory.')
+
+    monkeypatch.delenv('TORCH_EXTENSIONS_DIR')
+    monkeypatch.setattr(Path, 'home', fail)
+    choices_path.cache_clear()
+    assert fastest('product', (1,), Ways(slow=3, fast=1)) == 'fast'
+    assert fastest('product', (1,), Ways(slow=1, fast=3)) == 'fast'
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
