@@ -143,7 +143,7 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
         if names:
             # transformers would save the model under the names that it was loaded from.
             model._weight_conversions = None
-        _refuse_nothing(model, info['missing_keys'], pretrained_model_name_or_path)
+        _require_matching_weights(model, info['missing_keys'], pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
 
     @torch.no_grad()
@@ -170,7 +170,7 @@ def _has_decoder(source: Any, config: Any, options: Mapping[str, Any]) -> bool:
     return bool(getattr(config, 'is_encoder_decoder', False))
 
 
-def _refuse_nothing(model: PreTrainedModel, missing: Any, source: Any) -> None:
+def _require_matching_weights(model: PreTrainedModel, missing: Any, source: Any) -> None:
     base: Any = model.base_model
     prefix = '' if base is model else f'{model.base_model_prefix}.'
     # A folder of another model may have a pooling of the same names and sizes.
@@ -334,7 +334,7 @@ class FastformerForSequenceClassification(FastformerPreTrainedModel):
         )
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Any:
-        refuse_empty(labels)
+        require_labels(labels)
         config: Any = self.config
         if config.problem_type is None:
             several = labels.is_floating_point() or labels.shape == logits.shape
@@ -354,7 +354,7 @@ class FastformerForSequenceClassification(FastformerPreTrainedModel):
         return self.loss_function(labels=labels, pooled_logits=logits, config=config)
 
 
-def refuse_empty(labels: Tensor) -> None:
+def require_labels(labels: Tensor) -> None:
     """Raise a ValueError if there are no labels, because their mean loss is NaN."""
     if labels.numel() == 0:
         raise ValueError(f'expected labels of one text or more, got {tuple(labels.shape)}; skip an empty batch')

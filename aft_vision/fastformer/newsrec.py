@@ -18,7 +18,7 @@ from .hierarchy import (
     create_text_encoder,
     gather_vectors,
 )
-from .modeling import refuse_empty
+from .modeling import require_labels
 
 
 class FastformerNewsConfig(FastformerHierarchyConfig):
@@ -104,7 +104,7 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
             shapes = [None if x is None else tuple(x.shape) for x in (history, candidates)]
             raise ValueError(f'expected history (B, M) and candidates (B, n) of the same users, got {shapes}')
         if labels is not None:
-            refuse_empty(labels)
+            require_labels(labels)
         news = self.encode_news(input_ids, attention_mask)
         users = self.encode_users(*gather_vectors(news, history))
         vectors, shown = gather_vectors(news, candidates)

@@ -19,7 +19,7 @@ from transformers.utils.generic import can_return_tuple
 from .cache import FastformerCache
 from .config import FastformerConfig
 from .decoder import FastformerDecoder
-from .modeling import FastformerModel, FastformerPreTrainedModel, refuse_empty
+from .modeling import FastformerModel, FastformerPreTrainedModel, require_labels
 
 # The label of a token without a loss, in torch and in transformers.
 IGNORED = -100
@@ -124,7 +124,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             ValueError: no target, labels with a cache or of an empty batch, a mask of another shape, a text too long.
         """
         if labels is not None:
-            refuse_empty(labels)
+            require_labels(labels)
             if cache is not None:
                 raise ValueError('expected a cache or labels, which are of a whole target, got both')
         hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

@@ -10,7 +10,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from aft_vision.layers.causal import CausalBlock
-from aft_vision.models.session import DecoderState, Session, check_given, may_look
+from aft_vision.models.session import DecoderState, Session, can_check_values, check_given
 from aft_vision.modes import in_evaluation
 
 Nats = TypeVar('Nats', Tensor, float)
@@ -154,7 +154,7 @@ class AFTDecoder(nn.Module):
             raise ValueError(
                 f'tokens must have shape (B, T) with T from 1 to {self.context}, got {tuple(tokens.shape)}'
             )
-        if may_look(tokens):
+        if can_check_values(tokens):
             self.check_tokens(tokens)
         x = self.token_embed(tokens[:, :-1])
         x = torch.cat([self.start_embed.expand(tokens.shape[0], 1, -1), x], 1)

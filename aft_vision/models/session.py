@@ -248,7 +248,7 @@ class Session:
         return batch, count
 
 
-def may_look(x: Tensor) -> bool:
+def can_check_values(x: Tensor) -> bool:
     """Return whether values can be checked cheaply: an accelerator would synchronise, and a graph cannot."""
     return x.device.type == 'cpu' and not torch.compiler.is_compiling()
 
@@ -273,7 +273,7 @@ def uniform_noise(
 def draw(logits: Tensor, noise: Tensor) -> Tensor:
     """Return tokens (B,) by inverting the cumulative distribution of logits (B, V) at noise (B,)."""
     sums = logits.double().softmax(-1).cumsum(-1)
-    if may_look(sums) and not bool(sums[:, -1].isfinite().all()):
+    if can_check_values(sums) and not bool(sums[:, -1].isfinite().all()):
         raise ValueError('expected logits that are numbers, got NaN (are the weights finite?)')
     return torch.searchsorted(sums, (noise * sums[:, -1]).unsqueeze(1), right=True).squeeze(1)
 

@@ -1,6 +1,6 @@
 """Pictures of training, accuracy, position biases, keys and attention, and a page of them (needs the extra `viz`)."""
 
-from aft_vision.visualize.accuracy import Judged, judge
+from aft_vision.visualize.accuracy import LabelledPrediction, predict_labelled
 from aft_vision.visualize.attention import (
     attention_heads,
     draw_attention,

@@ -21,7 +21,7 @@ MIN_IMAGES = 20
 NORMAL = 1.96
 
 
-class Judged(NamedTuple):
+class LabelledPrediction(NamedTuple):
     """A photograph whose class is known, and what a model takes it for.
 
     Attributes:
@@ -43,7 +43,9 @@ class Judged(NamedTuple):
 
 
 @torch.no_grad()
-def judge(model: Any, paths: Sequence[Path], size: tuple[int, int] | None = None) -> list[Judged]:
+def predict_labelled(
+    model: Any, paths: Sequence[Path], size: tuple[int, int] | None = None
+) -> list[LabelledPrediction]:
     """Classify photographs whose folders are named after classes of the model, and leave out the others.
 
     Args:
@@ -61,7 +63,7 @@ def judge(model: Any, paths: Sequence[Path], size: tuple[int, int] | None = None
             sides.append(min(image.size))
     truths = [index[path.parent.name] for path in labelled]
     found = zip(labelled, sides, truths, prediction.tolist(), probability.tolist(), strict=True)
-    return [Judged(*each) for each in found]
+    return [LabelledPrediction(*each) for each in found]
 
 
 def interval(right: int, count: int) -> tuple[float, float]:
@@ -78,7 +80,7 @@ def standard_error(right: int, count: int) -> float:
     return math.sqrt(share * (1 - share) / count)
 
 
-def by_size(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
+def by_size(answers: Sequence[LabelledPrediction]) -> dict[str, list[LabelledPrediction]]:
     """Return photographs by the bin of EDGES that the shorter side of their file is in, small ones first.
 
     Bins of fewer than MIN_IMAGES are left out.
@@ -87,17 +89,17 @@ def by_size(judged: Sequence[Judged]) -> dict[str, list[Judged]]:
     groups = {}
     for low, high in pairwise(bounds):
         name = f'below {high}' if low == 0 else f'{low} and more' if high == math.inf else f'{low} to {int(high) - 1}'
-        groups[name] = [each for each in judged if low <= each.short_side < high]
+        groups[name] = [each for each in answers if low <= each.short_side < high]
     return {name: group for name, group in groups.items() if len(group) >= MIN_IMAGES}
 
 
-def by_class(judged: Sequence[Judged], names: Sequence[str]) -> dict[str, list[Judged]]:
+def by_class(answers: Sequence[LabelledPrediction], names: Sequence[str]) -> dict[str, list[LabelledPrediction]]:
     """Return photographs by the name of their class, the most accurate class last.
 
     Classes of fewer than MIN_IMAGES are left out. Of more than MAX_CLASSES, those at both ends are returned.
     """
-    groups: dict[str, list[Judged]] = {}
-    for each in judged:
+    groups: dict[str, list[LabelledPrediction]] = {}
+    for each in answers:
         groups.setdefault(names[each.truth], []).append(each)
     groups = {name: group for name, group in groups.items() if len(group) >= MIN_IMAGES}
     order = sorted(groups, key=lambda name: (_share(groups[name]), name))
@@ -106,7 +108,7 @@ def by_class(judged: Sequence[Judged], names: Sequence[str]) -> dict[str, list[J
     return {name: groups[name] for name in order}
 
 
-def draw_groups(groups: dict[str, list[Judged]], label: str, total: float) -> Any:
+def draw_groups(groups: dict[str, list[LabelledPrediction]], label: str, total: float) -> Any:
     """Draw the accuracy of groups of photographs as points with intervals of 95 %, and that of all as a line.
 
     Args:
@@ -131,25 +133,29 @@ def draw_groups(groups: dict[str, list[Judged]], label: str, total: float) -> An
 
 
 def draw_examples(
-    judged: Sequence[Judged], names: Sequence[str], model: Any, most: int = 6, size: tuple[int, int] | None = None
+    answers: Sequence[LabelledPrediction],
+    names: Sequence[str],
+    model: Any,
+    columns: int = 6,
+    size: tuple[int, int] | None = None,
 ) -> Any:
     """Draw photographs with their class above and the prediction below, a row of right ones and a row of wrong ones.
 
     Args:
-        judged: At least one photograph.
-        most: Photographs of a row, evenly spaced.
-        size: As in `judge`.
+        answers: At least one photograph.
+        columns: Photographs of a row, evenly spaced.
+        size: As in `predict_labelled`.
 
     Returns:
         A matplotlib Figure.
     """
     rows = []
     for is_right in (True, False):
-        group = [each for each in judged if each.is_right == is_right]
+        group = [each for each in answers if each.is_right == is_right]
         if group:
-            rows.append([group[place] for place in choose(len(group), most)])
-    figure = new_figure(1.8 * most, 2.6 * len(rows))
-    for row, panels in zip(rows, figure.subplots(len(rows), most, squeeze=False), strict=True):
+            rows.append([group[place] for place in choose(len(group), columns)])
+    figure = new_figure(1.8 * columns, 2.6 * len(rows))
+    for row, panels in zip(rows, figure.subplots(len(rows), columns, squeeze=False), strict=True):
         for axes in panels:
             axes.set_axis_off()
         color = 'C2' if row[0].is_right else 'C3'
@@ -162,5 +168,5 @@ def draw_examples(
     return figure
 
 
-def _share(group: Sequence[Judged]) -> float:
+def _share(group: Sequence[LabelledPrediction]) -> float:
     return sum(each.is_right for each in group) / len(group)

@@ -19,7 +19,7 @@ from aft_vision.visualize.accuracy import (
     by_size,
     draw_examples,
     draw_groups,
-    judge,
+    predict_labelled,
     standard_error,
 )
 from aft_vision.visualize.attention import (
@@ -136,21 +136,21 @@ def _training_section(report: Report) -> str:
 
 
 def _accuracy_section(report: Report) -> str:
-    names, judged = class_names(report.model), judge(report.model, report.labelled, report.size)
-    right = sum(each.is_right for each in judged)
-    share, error = right / len(judged), standard_error(right, len(judged))
+    names, answers = class_names(report.model), predict_labelled(report.model, report.labelled, report.size)
+    right = sum(each.is_right for each in answers)
+    share, error = right / len(answers), standard_error(right, len(answers))
     height, width = report.size or default_size(report.model)
-    sizes, classes = by_size(judged), by_class(judged, names)
-    images = Counter(each.truth for each in judged)
+    sizes, classes = by_size(answers), by_class(answers, names)
+    images = Counter(each.truth for each in answers)
     count = sum(number >= MIN_IMAGES for number in images.values())
     parts = [
         paragraph(
-            f'Top-1 {100 * share:.1f}% with a standard error of {100 * error:.1f}, on {len(judged)} images whose '
+            f'Top-1 {100 * share:.1f}% with a standard error of {100 * error:.1f}, on {len(answers)} images whose '
             f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels. '
             'Points in the pictures have intervals of 95 % (Wilson), and the number of images is in brackets. '
             f'Groups of fewer than {MIN_IMAGES} images are left out: {len(images) - count} of {len(images)} '
-            f'classes, and {len(judged) - sum(map(len, sizes.values()))} of {len(judged)} images by the size of their '
-            'file.'
+            f'classes, and {len(answers) - sum(map(len, sizes.values()))} of {len(answers)} images by the size of '
+            'their file.'
         )
     ]
     by = f'class: the {MAX_CLASSES} lowest and highest of {count}' if len(classes) == MAX_CLASSES < count else 'class'
@@ -158,9 +158,9 @@ def _accuracy_section(report: Report) -> str:
         if len(groups) > 1:
             alt = f'Top-1 by {kind}, with intervals of 95 %: {len(groups)} groups of images'
             parts.append(picture(figure_png(draw_groups(groups, label, share)), alt))
-    alt = f'Right predictions above, wrong ones below, with the class of each image, of {len(judged)} images'
+    alt = f'Right predictions above, wrong ones below, with the class of each image, of {len(answers)} images'
     caption = 'Evenly spaced over the right answers (above) and the wrong ones (below); percent is the probability.'
-    parts.append(picture(figure_png(draw_examples(judged, names, report.model, size=report.size)), alt, caption))
+    parts.append(picture(figure_png(draw_examples(answers, names, report.model, size=report.size)), alt, caption))
     return ''.join(parts)
 
 

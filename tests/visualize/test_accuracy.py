@@ -7,21 +7,21 @@ import torch
 from helpers import photographs
 
 from aft_vision.visualize.accuracy import (
-    Judged,
+    LabelledPrediction,
     by_class,
     by_size,
     draw_examples,
     draw_groups,
     interval,
-    judge,
+    predict_labelled,
     standard_error,
 )
 
 NAMES = ['hat', 'shoe', 'shirt']
 
 
-def judged(truth: int, prediction: int, side: int = 200) -> Judged:
-    return Judged(Path('any.png'), side, truth, prediction, 0.5)
+def make_answer(truth: int, prediction: int, side: int = 200) -> LabelledPrediction:
+    return LabelledPrediction(Path('any.png'), side, truth, prediction, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def few(monkeypatch):
 
 @pytest.mark.usefixtures('few')
 def test_images_are_grouped_by_the_shorter_side_of_their_file():
-    found = by_size([judged(0, 0, side) for side in (2000, 63, 64, 128, 150, 191)])
+    found = by_size([make_answer(0, 0, side) for side in (2000, 63, 64, 128, 150, 191)])
     assert {name: [each.short_side for each in group] for name, group in found.items()} == {
         'below 64': [63],
         '64 to 95': [64],
@@ -56,21 +56,21 @@ def test_images_are_grouped_by_the_shorter_side_of_their_file():
 
 @pytest.mark.usefixtures('few')
 def test_classes_are_sorted_by_their_accuracy_and_of_many_the_ends_are_kept(monkeypatch):
-    answers = [judged(0, 1), judged(0, 0), judged(1, 1), judged(2, 0)]
+    answers = [make_answer(0, 1), make_answer(0, 0), make_answer(1, 1), make_answer(2, 0)]
     assert list(by_class(answers, NAMES)) == ['shirt', 'hat', 'shoe']
     monkeypatch.setattr('aft_vision.visualize.accuracy.MAX_CLASSES', 2)
     assert list(by_class(answers, NAMES)) == ['shirt', 'shoe']
 
 
 def test_groups_of_fewer_than_20_images_are_left_out():
-    answers = [judged(0, 0, 100)] * 20 + [judged(1, 1, 300)] * 19
+    answers = [make_answer(0, 0, 100)] * 20 + [make_answer(1, 1, 300)] * 19
     assert list(by_class(answers, NAMES)) == ['hat']
     assert list(by_size(answers)) == ['96 to 127']
 
 
 @pytest.mark.usefixtures('few')
 def test_points_have_their_intervals_and_class_names():
-    groups = by_class([judged(0, 1), judged(0, 0), judged(1, 1)], NAMES)
+    groups = by_class([make_answer(0, 1), make_answer(0, 0), make_answer(1, 1)], NAMES)
     axes = draw_groups(groups, 'class', 2 / 3).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ['hat (2)', 'shoe (1)']
     spread, point, *_, line = axes.get_lines()
@@ -93,12 +93,12 @@ def test_photographs_of_named_folders_are_judged_as_the_model_sees_them(tmp_path
         paths.append(tmp_path / folder / 'a.png')
         paths[-1].parent.mkdir()
         image.save(paths[-1])
-    shoe, hat = judge(model, paths)
+    shoe, hat = predict_labelled(model, paths)
     assert (shoe.is_right, hat.is_right) == (True, False)
     assert shoe.short_side == 40
     assert hat.probability == pytest.approx(math.e / (math.e + 2))
-    assert judge(model, paths[2:]) == []
-    figure = draw_examples([shoe, hat], NAMES, model, most=2)
+    assert predict_labelled(model, paths[2:]) == []
+    figure = draw_examples([shoe, hat], NAMES, model, columns=2)
     shown = [(axes.get_title(), *(text.get_text() for text in axes.texts)) for axes in figure.axes if axes.get_title()]
     said = 'prediction (58%):\nshoe'
     assert shown == [('truth: shoe', said), ('truth: hat', said)]
