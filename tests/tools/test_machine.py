@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from aft_vision.ops.common import choice
 from tools import machine
 from tools.machine import LoadMeter, check_load, describe_backends, refuse_load
 
@@ -84,5 +85,5 @@ def test_the_backends_are_named():
     ],
 )
 def test_a_processor_is_named_with_its_generation(monkeypatch, fields, expected):
-    monkeypatch.setattr(machine, '_cpu_info', lambda *names: next((fields[x] for x in names if x in fields), ''))
+    monkeypatch.setattr(choice, 'cpu_info', lambda *names: next((fields[x] for x in names if x in fields), ''))
     assert machine.describe_machine('cpu').startswith(f'{expected}; ')
