@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, ConvNormAct, Mlp
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from aft_vision.ops.linear import (
     MIN_GRAPH_PRODUCT,
@@ -272,17 +273,16 @@ def _tensors(conv: nn.Conv2d, norm: BatchNormAct2d | None) -> list[Tensor | None
 
 def _pack_convolution(conv: nn.Conv2d, norm: BatchNormAct2d | None) -> Callable[[Tensor], Tensor]:
     # The convolution with its norm and activation as one operation, of maps whose channels are neighbours.
-    weight, bias = conv.weight.detach(), conv.bias
-    activation: nn.Module = nn.Identity()
-    if norm is not None:
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        scale = norm.running_var.double().add(norm.eps).rsqrt()
-        scale = scale if norm.weight is None else scale * norm.weight
-        mean = norm.running_mean if bias is None else norm.running_mean - bias
-        shift = -mean * scale if norm.bias is None else norm.bias - mean * scale
-        bias, activation = shift.to(weight.dtype), norm.act
-        weight = (weight * scale[:, None, None, None]).to(weight.dtype)
+    if norm is None:
+        return _Convolution(conv, conv.weight, conv.bias, nn.Identity())
+    tensors = [None if x is None else x.detach().double() for x in _tensors(conv, norm)]
+    weight, bias, scale, shift, mean, variance = tensors
+    assert weight is not None
+    assert mean is not None
+    assert variance is not None
+    folded = fuse_conv_bn_weights(weight, bias, mean, variance, norm.eps, scale, shift)
+    weight, bias = (x.detach().to(conv.weight.dtype) for x in folded)
+    activation: nn.Module = norm.act
     return _Convolution(conv, weight, bias, activation)
 
 
@@ -293,7 +293,7 @@ class _Convolution:
     def __init__(self, conv: nn.Conv2d, weight: Tensor, bias: Tensor | None, activation: nn.Module) -> None:
         # oneDNN reads the bias as if it were contiguous.
         self.bias = None if bias is None else bias.detach().contiguous()
-        self.weight = weight.contiguous(memory_format=torch.channels_last)
+        self.weight = weight.detach().contiguous(memory_format=torch.channels_last)
         self.sizes = list(conv.padding), list(conv.stride), list(conv.dilation), conv.groups
         self.name = POINTWISE.get(type(activation))
         self.activation = activation if self.name is None else None

@@ -74,12 +74,7 @@ def can_run(x: Tensor, weight: Tensor, bias: Tensor | None, min_product: int = M
     for each in (weight, bias):
         if each is not None and (type(each) is not Parameter or each.dtype is not x.dtype):
             return False
-    if (
-        not x.ndim
-        or not x.is_contiguous()
-        or x.shape[-1] != weight.shape[1]
-        or not (bias is None or bias.is_contiguous())
-    ):
+    if not x.is_contiguous() or x.shape[-1:] != weight.shape[1:] or not (bias is None or bias.is_contiguous()):
         return False
     return x.numel() * weight.shape[0] >= min_product
 
@@ -107,8 +102,7 @@ def _use_torch(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tens
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: multiply(x, packed, bias, 'none', [], '')
+    return lambda x: multiply_onednn(x, packed, bias)
 
 
 def _pack_mkl(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
