@@ -140,9 +140,11 @@ def test_a_conversion_over_one_that_goes_on_is_an_error_and_removes_nothing(argu
         assert digest(folder / name / 'last.pth') == digest(whole / name / 'last.pth')
 
 
-def test_a_stage_that_goes_on_lets_those_after_it_begin_again(arguments, whole, tmp_path):
+def test_a_stage_that_goes_on_lets_those_after_it_begin_again(arguments, whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / 'run')
     main([*arguments, f'run.dir={folder}', 'run.resume=auto', 'convert.blocks_epochs=5'])
+    printed = capsys.readouterr().out
+    assert all(f'removing {folder / name}:' in printed for name in STAGES[1:])
     assert [row['epoch'] for row in losses(folder / 'blocks')] == [row['epoch'] for row in losses(whole / 'blocks')] + [
         '5'
     ]
@@ -151,10 +153,17 @@ def test_a_stage_that_goes_on_lets_those_after_it_begin_again(arguments, whole, 
         assert digest(folder / name / 'last.pth') != digest(whole / name / 'last.pth')
 
 
-def test_a_conversion_of_other_stages_is_not_resumed(arguments, whole, tmp_path):
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('convert.features_epochs=0', r'expected the stages blocks, features, labels .*, got blocks, labels; set'),
+        ('distill.teacher=deit_small_patch16_224', r'expected distill.teacher=.*, got deit_small_patch16_224; set'),
+    ],
+)
+def test_a_conversion_of_other_stages_or_another_teacher_is_not_resumed(arguments, whole, tmp_path, override, message):
     folder = shutil.copytree(whole, tmp_path / 'run')
-    with pytest.raises(ValueError, match=r'expected the stages blocks, features, labels .*, got blocks, labels; set'):
-        main([*arguments, f'run.dir={folder}', 'run.resume=auto', 'convert.features_epochs=0'])
+    with pytest.raises(ValueError, match=message):
+        main([*arguments, f'run.dir={folder}', 'run.resume=auto', override])
     assert contents(folder) == contents(whole)
 
 
