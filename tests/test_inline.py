@@ -1,13 +1,8 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from aft_vision.export.network import MIXERS
 from aft_vision.inline import inline
-
-MODELING = 'aft_vision.export.modeling_aft_vision'
 
 
 @pytest.fixture
@@ -97,18 +92,3 @@ def test_what_cannot_be_copied_is_rejected(package, line, message):
     (package / 'top.py').write_text(line.format(package=package.name))
     with pytest.raises(ValueError, match=message):
         inline(f'{package.name}.top')
-
-
-def test_the_modelling_file_is_formatted_and_has_one_mixer(tmp_path):
-    for mixer in MIXERS:
-        mixers = f'MIXERS: dict[str, Callable[..., Mixer]] = {{{mixer!r}: {mixer.capitalize()}Mixer}}'
-        text = inline(MODELING, replace={'MIXERS': mixers})
-        assert [other for other in MIXERS if f'class {other.capitalize()}Mixer' in text] == [mixer]
-        for forbidden in ('import aft_vision', 'from aft_vision', 'import timm', 'from timm'):
-            assert forbidden not in text
-        (tmp_path / f'{mixer}.py').write_text('"""A model."""\n\n' + text)
-    config = Path(__file__).parents[1] / 'pyproject.toml'
-    for command in (['check'], ['format', '--check']):
-        options = [*command, '--no-cache', '--config', str(config), str(tmp_path)]
-        done = subprocess.run([sys.executable, '-m', 'ruff', *options], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout

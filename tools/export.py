@@ -1,4 +1,4 @@
-"""Export a model to ONNX, torch.export, a hub folder, or a format of timmx.
+"""Export a model to ONNX, torch.export or a hub folder.
 
 python -m tools.export --checkpoint FILE_OR_DIR --format onnx --out model.onnx
 python -m tools.export --checkpoint FILE_OR_DIR --format hf --out FOLDER
@@ -14,9 +14,8 @@ onnx   input `images` (B, 3, H, W), output `logits`. Any batch; for AFT-conv als
 pt2    torch.export, with the same dynamic sizes. It contains AFT's custom operators, so loading it needs
        `import aft_vision`; with --aten it contains only torch's operators.
 hf     a folder for timm (`local-dir:FOLDER`), transformers and the Hugging Face hub, with a model card. It also has
-       what loads it without this package and timm: a modelling file for transformers (trust_remote_code=True) and
-       torch.hub, model.onnx and model.pt2; --without leaves some of it out. Needs the export extra for model.onnx.
-others (coreai, coreml, executorch, litert, ncnn, openvino, tensorrt, torchscript) are written by timmx, at one size.
+       what loads without this package and timm: model.onnx and model.pt2; --without leaves some of it out. Needs the
+       export extra for model.onnx.
 
 Every onnx and pt2 file is compared with PyTorch on random images before it gets its name, at three sizes if sizes are
 dynamic. The largest difference is printed, relative to the largest logit; above --tolerance it is an error.
@@ -38,10 +37,8 @@ from typing import Any
 from tools.arguments import CommandParser, KeyValues, add_license, add_size, check_out, parse_positive
 
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
-PARTS = ('code', 'onnx', 'pt2')
-# Formats of this package, and of timmx.
-TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
-FORMATS = ('onnx', 'pt2', 'hf', *TIMMX_FORMATS)
+PARTS = ('onnx', 'pt2')
+FORMATS = ('onnx', 'pt2', 'hf')
 INT8_MODES = ('dynamic', 'static')
 # Photographs of --data that are read, evenly spaced.
 MAX_PHOTOGRAPHS = 1000
@@ -70,9 +67,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--without', nargs='+', choices=PARTS, default=(), metavar='PART', help=f'of hf: {", ".join(PARTS)}'
     )
-    parser.add_argument(
-        '--timmx-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='such as dynamic_batch=True'
-    )
     args = parser.parse_args(argv)
     owners = {
         'int8': ['onnx'],
@@ -91,8 +85,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error('--data belongs to --int8')
     if args.int8 == 'static' and not args.data:
         parser.error('--int8 static needs --data, photographs from which it chooses the scales')
-    if args.timmx_arg and args.format not in TIMMX_FORMATS:
-        parser.error(f'--timmx-arg belongs to a format of timmx, got {args.format}')
     if args.checkpoint and (args.model_arg or args.pretrained):
         parser.error('--model-arg and --pretrained belong to --model; a checkpoint says how its model is built')
     args.opset = 20 if args.opset is None else args.opset
@@ -111,7 +103,6 @@ from aft_vision.export import (
     export_hub_folder,
     export_onnx,
     export_pt2,
-    export_with_timmx,
     quantize_onnx,
 )
 from aft_vision.files import replacing
@@ -147,8 +138,6 @@ def main(argv: Sequence[str] | None = None) -> Path:
         parts = [part for part in PARTS if part not in args.without]
         for name, found in export_hub_folder(model, args.out, args.size, content, args.license, parts).items():
             print(f'{name}: differs from PyTorch by at most {max(check.difference for check in found):.1e}')
-    elif args.format in TIMMX_FORMATS:
-        export_with_timmx(model, args.out, args.format, shape.size, **args.timmx_arg)
     else:
         write_program(model, shape, form, args)
     weights = ', with random weights' if args.model and not args.pretrained else ''

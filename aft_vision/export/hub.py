@@ -17,7 +17,6 @@ from timm.models._hub import generate_readme
 from torch import nn
 
 from aft_vision.export.program import choose_shape, export_onnx, export_pt2
-from aft_vision.export.standalone import MODELING, TRANSFORMERS, hub_name, write_code
 from aft_vision.export.verify import Check, channels, smallest_size
 from aft_vision.files import sync_directory
 from aft_vision.models import AFTPyramid, AFTVisionTransformer
@@ -51,34 +50,6 @@ model = AutoModelForImageClassification.from_pretrained('FOLDER')
 ```
 """
 # The ways of loading a model without this package, by the file that they need.
-CODE_USAGE = """
-With transformers {transformers} or newer ({modeling}.py has the model; read it before you trust it):
-
-```python
-from transformers import AutoImageProcessor, AutoModelForImageClassification
-
-model = AutoModelForImageClassification.from_pretrained('FOLDER', trust_remote_code=True)
-{processor}
-logits = model(images).logits
-```
-
-AutoModel loads the features: `last_hidden_state`, the tokens, and `pooler_output`. `model(images, attn_mask)` takes a
-padded batch of mixed sizes: attn_mask (B, H / patch, W / patch) is True where a patch counts.
-
-With torch.hub, which needs the same transformers:
-
-```python
-import torch
-
-model = torch.hub.load('FOLDER', '{name}', source='local')
-logits = model(images)
-```
-"""
-PROCESSOR = """processor = AutoImageProcessor.from_pretrained('FOLDER', trust_remote_code=True)
-images = processor(image, return_tensors='pt').pixel_values  # image: a PIL image in RGB"""
-NO_PROCESSOR = (
-    "images = ...  # (B, {channels}, H, W), normalised; no image processor of transformers has this model's transform"
-)
 ONNX_USAGE = """
 With onnxruntime ({sizes}; no masks):
 
@@ -100,12 +71,12 @@ logits = model(images)
 ```
 """
 NEEDS_PACKAGE = """
-With aft_vision, which timm{others} cannot do without:
+With aft_vision, which timm and transformers cannot do without:
 """
 # Parts of a folder for users without this package.
-PARTS = ('code', 'onnx', 'pt2')
-# Files that some exports have and others have not.
-MODEL_FILES = frozenset({f'{MODELING}.py', 'hubconf.py', 'preprocessor_config.json', 'model.onnx', 'model.pt2'})
+PARTS = ('onnx', 'pt2')
+# Files that some exports have and others have not; the first three are of earlier versions.
+MODEL_FILES = frozenset({'modeling_aft_vision.py', 'hubconf.py', 'preprocessor_config.json', 'model.onnx', 'model.pt2'})
 
 
 def export_model(
@@ -150,16 +121,15 @@ def export_hub_folder(
         size: (H, W) in pixels to record as its input size; a fixed-size model is resized. None keeps the model's size.
         checkpoint: Content of the trainer's checkpoint, whose accuracy the card reports.
         license: Licence of the weights, for the card and config.json; see `model_card`.
-        parts: 'code': a modelling file and hubconf.py for transformers and torch.hub; 'onnx': model.onnx; 'pt2':
-            model.pt2 with torch's operators. All are written for an AFTVisionTransformer, no code for an AFTPyramid,
-            and none for a model of timm, which needs no code.
+        parts: 'onnx': model.onnx; 'pt2': model.pt2 with torch's operators. None is written for a model of timm, which
+            loads without this package.
 
     Returns:
         The comparisons with the model, by the file.
 
     Raises:
-        ValueError: a part is unknown, the model has no form without this package, a file differs from the model, or the
-            model has another number of classes than names in its `pretrained_cfg`.
+        ValueError: a part is unknown, a file differs from the model, or the model has another number of classes than
+            names in its `pretrained_cfg`.
         ImportError: 'onnx' needs the `export` extra.
     """
     unknown = set(parts) - set(PARTS)
@@ -187,8 +157,6 @@ def _write_parts(
     model: nn.Module, folder: Path, size: tuple[int, int], parts: Collection[str]
 ) -> dict[str, list[Check]]:
     checks = {}
-    if 'code' in parts and isinstance(model, AFTVisionTransformer):
-        checks[f'{MODELING}.py'] = write_code(model, folder, size)
     if isinstance(model, AFTVisionTransformer | AFTPyramid):
         if 'onnx' in parts:
             checks['model.onnx'] = export_onnx(model, folder / 'model.onnx', choose_shape(model, size))
@@ -249,20 +217,12 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
     mode = 'mode L' if channels(model) == 1 else 'RGB'
     if not isinstance(model, AFTVisionTransformer | AFTPyramid):
         return TIMM_USAGE.format(import_aft='', mode=mode).rstrip()
-    cfg: Any = model.pretrained_cfg
     sizes = 'any height and width' if takes_any_size(model) else 'one image size'
-    found = []
-    if f'{MODELING}.py' in files:
-        has_processor = 'preprocessor_config.json' in files
-        processor = PROCESSOR if has_processor else NO_PROCESSOR.format(channels=channels(model))
-        name = hub_name(cfg['architecture'])
-        found.append(CODE_USAGE.format(modeling=MODELING, name=name, processor=processor, transformers=TRANSFORMERS))
-    found.append(ONNX_USAGE.format(sizes=sizes) if 'model.onnx' in files else '')
+    found = [ONNX_USAGE.format(sizes=sizes)] if 'model.onnx' in files else []
     if 'model.pt2' in files:
         least = ' of at least {} x {} pixels'.format(*smallest_size(model)) if takes_any_size(model) else ''
         found.append(PT2_USAGE.format(sizes=sizes + least))
-    heading = NEEDS_PACKAGE.format(others=' and transformers' if f'{MODELING}.py' not in files else '')
-    return ''.join([*found, heading, TIMM_USAGE.format(import_aft=IMPORT_AFT, mode=mode)]).rstrip()
+    return ''.join([*found, NEEDS_PACKAGE, TIMM_USAGE.format(import_aft=IMPORT_AFT, mode=mode)]).rstrip()
 
 
 @contextlib.contextmanager

@@ -168,10 +168,6 @@ class AFTMixer(nn.Module):
         """
         return self.qkv.weight.new_zeros(1, len(targets), tokens)
 
-    def describe(self) -> dict[str, Any]:
-        """Return the arguments with which an exported network rebuilds the mixer."""
-        return {}
-
     @torch.no_grad()
     def freeze(self, grid: tuple[int, int] | None, form: str = 'conv') -> nn.Module:
         """Build an exportable copy of the mixer for evaluation, with constant position weights.
@@ -281,9 +277,6 @@ class GridMixer(AFTMixer):
     def _kernel_on(self, grid: tuple[int, int] | None) -> Tensor | None:
         return self.evaluated_bias()
 
-    def describe(self) -> dict[str, Any]:
-        return {'num_heads': self.split_sizes[-2], 'local_conv': self.local_conv is not None}
-
     def _output(self, y: Tensor, v: Tensor, grid: tuple[int, int], mask: Tensor | None) -> Tensor:
         # (B, T, C) after the operation, from its result and its values.
         if self.local_conv is not None:
@@ -353,10 +346,6 @@ class PairMixer(AFTMixer):
     def _rows(self, bias: Tensor, targets: Tensor) -> Tensor:
         return bias[targets]
 
-    def describe(self) -> dict[str, Any]:
-        bias = self.position_bias
-        return {'bias_dim': bias.u.shape[1] if isinstance(bias, FactorizedBias) else None}
-
     def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
         bias = self.position_bias.double()(grid)
         return FrozenFull(self, self._rows(bias, torch.arange(len(bias))))
@@ -422,9 +411,6 @@ class AFTLocal(PairMixer):
 
     def _rows(self, bias: Tensor, targets: Tensor) -> Tensor:
         return BandBias(bias).rows(targets) if self.causal else aten.unbanded(bias)[targets]
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), 'window_size': self.position_bias.window}
 
 
 @register_mixer
@@ -517,11 +503,6 @@ class AFTConv(GridMixer):
 
     def _bias_outside(self) -> float:
         return 0.0 if self.global_context else -torch.inf
-
-    def describe(self) -> dict[str, Any]:
-        kernel, own = self.kernel, {'global_context': self.global_context, 'gumbel': self.gumbel}
-        sizes = {'kernel_size': kernel.weight.shape[-1], 'standardize_kernel': kernel.gamma is not None}
-        return {**super().describe(), **sizes, **own}
 
     def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
         if form == 'conv':
@@ -670,12 +651,6 @@ class AFTAxial(GridMixer):
     # Beyond its window along one axis, it has a bias along the other.
     def _kernel_on(self, grid: tuple[int, int] | None) -> Tensor:
         return self.kernel(grid)
-
-    def describe(self) -> dict[str, Any]:
-        rows, columns = self.row_bias, self.column_bias
-        window_size = tuple((axis.weight.shape[1] + 1) // 2 for axis in (rows, columns))
-        own = {'standardize_kernel': rows.gamma is not None, 'resample_bias': rows.resample}
-        return {**super().describe(), 'window_size': window_size, **own}
 
     def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
         return FrozenAxial(self)
