@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,6 +289,13 @@ def _leaf(x: Any, dtype: torch.dtype, device: str) -> Any:
     if isinstance(x, Tensor) and x.is_floating_point():
         return x.detach().to(device, dtype).requires_grad_()
     return x.to(device) if isinstance(x, Tensor) else x
+
+
+def photographs(count: int, size: tuple[int, int]) -> list[Image.Image]:
+    """The first photographs of the clothing data set, class after class, resized to (width, height)."""
+    folders = sorted((CLOTHING / 'train').iterdir())
+    files = chain.from_iterable(zip(*(sorted(folder.iterdir()) for folder in folders), strict=True))
+    return [Image.open(path).convert('RGB').resize(size) for path in islice(files, count)]
 
 
 def make_folder(root: Path, splits: dict[str, list[str]], images: int = 2, size: tuple[int, int] = (40, 30)) -> Path:
