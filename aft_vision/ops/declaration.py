@@ -70,6 +70,7 @@ class Form:
         name: tells it from others of the operation with the same backend.
         takes_weights: its forward takes those of `BiasWeights` as a third argument, or None.
         shapes: further sizes, for which it takes other branches.
+        competes: returns whether it supports these inputs, and may be the fastest form if the bias does not change.
     """
 
     backend: str
@@ -80,6 +81,7 @@ class Form:
     name: str = ''
     takes_weights: bool = False
     shapes: tuple[Shape, ...] = ()
+    competes: Callable[[Any], bool] = lambda inputs: False
 
     def run_forward(self, inputs: Any, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the forward, without autocast."""
@@ -178,7 +180,7 @@ class Operation:
         """Return whether the tokens are on a grid, and k has a channel for each head."""
         return 'grid' in self.inputs._fields
 
-    @property
+    @functools.cached_property
     def flags(self) -> list[str]:
         """Return the names of its boolean inputs."""
         return [name for name, kind in get_type_hints(self.inputs).items() if kind is bool]

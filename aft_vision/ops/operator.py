@@ -9,6 +9,7 @@ backward to the same one. `transforms` has forward mode and `torch.func`.
 import functools
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, get_type_hints
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import Parameter
 
 from aft_vision.ops import flops
 from aft_vision.ops.common import cpp, launch, tangent
+from aft_vision.ops.common.choice import fastest
 from aft_vision.ops.common.inputs import empty_output
 from aft_vision.ops.common.numerics import without_autocast
 from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape, deferred
@@ -26,6 +28,8 @@ from aft_vision.ops.tracing import fix_grid, keeps_sums
 from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
+# Sizes of inputs for which an operator knows the fastest form by heart.
+MAX_SIZES = 1000
 
 
 def triton_form(operation: str, module: str, forward: str, backward: str, *shapes: Shape) -> Form:
@@ -133,6 +137,7 @@ class Operator:
 
     Attributes:
         names: of the inputs.
+        measured: the forms that `fastest` found, by sizes of the inputs.
         gradients: the names that the backward returns gradients of, in its order: q, k, v, then the biases if any.
         places: of `gradients` in `names`.
         forward_operator, backward_operator: the two.
@@ -149,6 +154,7 @@ class Operator:
         self.names = list(operation.inputs._fields)
         self.gradients = ['q', 'k', 'v', *operation.biases]
         self.places = [self.names.index(field) for field in self.gradients]
+        self.measured: dict[tuple[Any, ...], Form] = {}
         self.register()
 
     def __call__(self, *args: Any, weights: Tensor | None = None) -> Tensor:
@@ -168,7 +174,35 @@ class Operator:
         form = self.choose(backend, inputs)
         if weights is not None:
             _check_weights(self.operation, inputs, weights)
+            if backend == 'auto' and inputs.v.numel() and not torch.is_grad_enabled():
+                form = self.fastest(form, inputs, weights)
         return self.compute(form, inputs, weights)
+
+    def fastest(self, default: Form, inputs: Any, weights: Tensor) -> Form:
+        """Return the form measured to be the fastest on a CPU for such sizes, with weights of a constant bias.
+
+        Args:
+            default: what 'auto' chooses, which runs where nothing can be measured.
+        """
+        v, flags = inputs.v, [getattr(inputs, name) for name in self.operation.flags]
+        given = inputs.q is not None, inputs.mask is not None, *flags
+        key = v.shape, inputs.k.shape, weights.shape, v.dtype, given, torch.get_num_threads()
+        found = self.measured.get(key)
+        if found is None:
+            if len(self.measured) >= MAX_SIZES:
+                self.measured.clear()
+            found = self.measured[key] = self._measure(default, inputs, weights, given)
+        return found
+
+    def _measure(self, default: Form, inputs: Any, weights: Tensor, given: tuple[bool, ...]) -> Form:
+        # A power of two stands for the numbers of sequences and of tokens up to it.
+        batch, tokens = (1 << (size - 1).bit_length() for size in inputs.v.shape[:2])
+        window = inputs[self.places[3]].shape[-1] if self.operation.has_grid else tokens
+        shape = batch, tokens, inputs.k.shape[2], inputs.v.shape[2], window, inputs.v.dtype, *given
+        forms = [default, *(form for form in self.forms if form is not default and form.competes(inputs))]
+        names = [form.name or form.backend for form in forms]
+        ways = [partial(form.run_forward, inputs, False, weights) for form in forms]
+        return forms[names.index(fastest(self.name, shape, dict(zip(names, ways, strict=True))))]
 
     def compute(self, form: Form, inputs: Any, weights: Tensor | None = None) -> Tensor:
         """Compute the operation of plain tensors in a form that supports them, with a gradient if there is need."""
@@ -401,7 +435,7 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     if _needs_dispatcher((bias, v)):
         return None
     inputs = weights.inputs(bias, v)
-    if not any(form.takes_weights and form.supports(inputs) for form in operation.forms):
+    if not any(form.takes_weights and (form.supports(inputs) or form.competes(inputs)) for form in operation.forms):
         return None
     with without_autocast('cpu'):
         return weights.make(bias.detach(), v)

@@ -1,8 +1,9 @@
 """A measured choice between ways to compute the same result, where the fastest depends on the processor.
 
 The first call of a shape class runs each way for a few milliseconds. The result is kept beside the compiled kernels, in
-one file for a processor and a version of torch, so later processes choose the same without measuring. Fused layers
-alone choose in this way: training and models that are not fused have one order of forms on every machine.
+one file for a processor and a version of torch, so later processes choose the same without measuring. Linear layers of
+fused models choose in this way, and operations with weights of a bias that does not change. Training and models that
+are not fused have one order of forms on every machine.
 
 Nothing is measured in a process that was forked, such as a worker of a DataLoader, nor after `measure_choices(False)`,
 for a service with a deadline: a shape class that is not in the file takes its first way.

@@ -75,8 +75,17 @@ CONV = register(
                 name='depthwise',
                 takes_weights=True,
             ),
-            Form('cpp', window.wide_forward, cpp.conv_backward, window.supports_wide, name='wide', takes_weights=True),
-            Form('cpp', cpp.conv_forward, cpp.conv_backward, compiled.supports, name='conv'),
+            Form(
+                *('cpp', window.wide_forward, cpp.conv_backward, window.supports_wide),
+                name='wide',
+                takes_weights=True,
+                competes=window.competes_wide,
+            ),
+            Form(
+                *('cpp', cpp.conv_forward, cpp.conv_backward, compiled.supports),
+                name='conv',
+                competes=window.competes_wide,
+            ),
             triton_form(
                 *('aft_conv', 'conv.triton', 'conv_forward', 'conv_backward'),
                 # Heads of several channels, a small window, more sequences.

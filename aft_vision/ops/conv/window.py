@@ -69,6 +69,11 @@ def supports_wide(inputs: ConvInputs) -> bool:
     return narrow or (inputs.v.shape[0] == 1 and inputs.kernel.shape[1] <= max(inputs.grid))
 
 
+def competes_wide(inputs: ConvInputs) -> bool:
+    """Return whether heads of several channels have weights outside the window too."""
+    return inputs.k.shape[2] < inputs.v.shape[2] and inputs.global_context and supports(inputs)
+
+
 def bias_weights(kernel: Tensor, v: Tensor) -> Tensor:
     """Compute the weights of a kernel (h, s, s) for grids of any size.
 

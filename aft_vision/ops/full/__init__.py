@@ -35,7 +35,8 @@ FULL = register(
                 *('aft_full', 'full.triton', 'full_forward', 'full_backward'),
                 Shape(B=2, grid=(13, 20), D=48, channels=1, window=1),
             ),
-            Form('eager', eager.full_forward, eager.full_backward),
+            # Torch multiplies by the library that is made for the processor.
+            Form('eager', eager.full_forward, eager.full_backward, competes=lambda inputs: inputs.v.is_cpu),
         ),
         check=check_full,
         biases=('bias',),

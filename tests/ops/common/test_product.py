@@ -1,6 +1,8 @@
 """The compiled AFT-full and AFT-conv for heads of several channels: which form runs, repairs, weights made once."""
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ from helpers import assert_close, assert_matches_reference, kernels_run, make_in
 
 from aft_vision import ops
 from aft_vision.ops import reference
+from aft_vision.ops.common import choice
 from aft_vision.ops.conv import CONV
 from aft_vision.ops.conv import eager as conv
+from aft_vision.ops.declaration import OPERATIONS
 from aft_vision.ops.full import eager as full
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
@@ -122,3 +126,84 @@ def test_the_digits_of_a_kernel_as_large_as_its_image_are_kept():
     inputs = k / 100, v.abs() + 1, randn(4, 95, 95, seed=7) / 100
     expected = ops.aft_conv(None, *inputs, (48, 48), backend='eager')
     assert_close(ops.aft_conv(None, *(x.float() for x in inputs), (48, 48)), expected, 4e-7)
+
+
+FUSED = (
+    ('aft_full', 'cpp', {}),
+    ('aft_full', 'eager', {}),
+    ('aft_conv', 'wide', {'heads': 2}),
+    ('aft_conv', 'conv', {'heads': 2}),
+    ('aft_conv', 'depthwise', {'heads': 70}),
+)
+
+
+@pytest.mark.parametrize(('name', 'form', 'sizes'), FUSED)
+@pytest.mark.parametrize('masked', [False, True])
+def test_with_constant_weights_the_fastest_form_runs(
+    name: str, form: str, sizes: dict[str, int], masked: bool, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[object, ...]] = []
+
+    def fastest(subject: str, shape: tuple[object, ...], ways: dict[str, Callable[[], object]]) -> str:
+        asked.append((subject, shape, *ways))
+        return form
+
+    operation = OPERATIONS[name]
+    monkeypatch.setattr('aft_vision.ops.operator.fastest', fastest)
+    monkeypatch.setattr(operation.operator, 'measured', {})
+    heads = sizes.get('heads', 70)
+    q, k, v = make_qkv(B=2, T=12, D=70, heads=heads)
+    bias = randn(12, 12, seed=5) if name == 'aft_full' else randn(heads, 3, 3, seed=5)
+    mask = torch.arange(24).view(2, 12) % 5 > 0 if masked else None
+    rest = (bias, mask) if name == 'aft_full' else (bias, (3, 4), mask)
+    expected = getattr(reference, name)(q, k, v, *rest)
+    call, q, k, v = getattr(ops, name), q.float(), k.float(), v.float()
+    rest = bias.float(), *rest[1:]
+    weights = ops.bias_weights(name, rest[0], v)
+    assert weights is not None
+    ran: list[str] = []
+    for each in operation.forms:
+        run = each.forward
+        monkeypatch.setattr(each, 'forward', lambda *a, n=each.name or each.backend, r=run: ran.append(n) or r(*a))
+    with torch.no_grad():
+        assert_close(call(q, k, v, *rest, weights=weights), expected, 1e-5)
+        assert ran == [form]
+        call(q, k, v, *rest, weights=weights)
+        # Of ten tokens or sixteen a measurement stands for the other.
+        ((subject, shape, *ways),) = asked
+        assert subject == name
+        assert form in ways
+        assert shape[:2] == (2, 16)
+        # Asked for by name, or without constant weights, nothing is measured.
+        call(q, k, v, *rest, backend='cpp', weights=weights)
+        call(q, k, v, *rest)
+    call(q.requires_grad_(), k, v, *rest, weights=weights).sum().backward()
+    assert len(asked) == 1
+
+
+def test_no_more_sizes_are_known_by_heart_than_a_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr('aft_vision.ops.operator.MAX_SIZES', 3)
+    monkeypatch.setattr('aft_vision.ops.operator.fastest', lambda subject, shape, ways: next(iter(ways)))
+    known: dict[object, object] = {}
+    monkeypatch.setattr(CONV, 'measured', known)
+    kernel = randn(2, 3, 3).float()
+    for tokens in range(1, 9):
+        q, k, v = (x.float() for x in make_qkv(B=1, T=tokens, D=6, heads=2))
+        with torch.no_grad():
+            ops.aft_conv(q, k, v, kernel, (1, tokens), weights=ops.bias_weights('aft_conv', kernel, v))
+        assert 0 < len(known) <= 3
+
+
+def test_the_fastest_form_is_measured_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path))
+    monkeypatch.setattr('aft_vision.ops.operator.fastest', choice.fastest)
+    monkeypatch.setattr(CONV, 'measured', {})
+    choice.choices_path.cache_clear()
+    q, k, v = (x.float() for x in make_qkv(B=2, T=12, D=40, heads=2))
+    kernel = randn(2, 3, 3).float()
+    with torch.no_grad():
+        ops.aft_conv(q, k, v, kernel, (3, 4), weights=ops.bias_weights('aft_conv', kernel, v))
+    ((key, found),) = choice.recorded().items()
+    choice.choices_path.cache_clear()
+    assert key.startswith('aft_conv 2 16 2 40 3 torch.float32 True False True')
+    assert set(found['ms']) == {'wide', 'conv'}
