@@ -4,14 +4,11 @@ Patch embedding, values, output projections, norms, MLPs and head have the same 
 are copied. Queries and keys are not: AFT does not multiply queries with keys.
 """
 
-import difflib
-import functools
 import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import timm
 import torch
 from timm.layers import Attention, resample_patch_embed
 from timm.models import adapt_input_conv, clean_state_dict
@@ -129,7 +126,7 @@ class _Transfer:
             if found != wanted:
                 raise StateDictError(
                     f'expected weights of width {wanted[0]} and depth {wanted[1]}, as the model has, got width '
-                    f'{found[0]} and depth {found[1]}: {_suggestion(self.model, *found)}'
+                    f'{found[0]} and depth {found[1]}, which embed_dim={found[0]} and depth={found[1]} make'
                 )
         missing = [name for name in self.own if CORE.fullmatch(name) and name not in self.source]
         if missing or any(name.startswith('patch_embed.backbone.') for name in self.source):
@@ -323,23 +320,3 @@ def _reason(name: str) -> str | None:
 def _first(names: Iterable[str]) -> str:
     names = list(names)
     return ', '.join(names[:3]) + (', ...' if len(names) > 3 else '')
-
-
-def _suggestion(model: Any, width: int, depth: int) -> str:
-    """Suggest the registered model of that width and depth with the most similar mixer and name."""
-    mixer, name = type(model.blocks[0].attn), str(getattr(model, 'pretrained_cfg', {}).get('architecture', ''))
-    found = [
-        (kind is mixer, difflib.SequenceMatcher(None, name, registered).ratio(), registered)
-        for registered, kind, *size in _registered_models(tuple(timm.list_models(module='aft_vit')))
-        if size == [width, depth]
-    ]
-    if not found:
-        return f'no aft_* model is registered with them, embed_dim={width} and depth={depth} make one'
-    return f'{max(found)[-1]} has them'
-
-
-@functools.cache
-def _registered_models(names: tuple[str, ...]) -> list[tuple[str, type[nn.Module], int, int]]:
-    # Name, mixer, width and depth.
-    models: list[Any] = [timm.create_model(name, device='meta', weight_init='skip') for name in names]
-    return [(name, type(x.blocks[0].attn), x.embed_dim, len(x.blocks)) for name, x in zip(names, models, strict=True)]

@@ -1,12 +1,11 @@
 """Conversion of a Gumbel-trained AFT-conv to a one-hot model: one learned offset per head (AFT Eq. 10)."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from timm.utils import unwrap_model
-from torch import Tensor, nn
+from torch import nn
 
 from aft_vision import ops
 from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot, aft_mixers
@@ -40,33 +39,20 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
             raise ValueError(f'expected {wanted}, got mixer={mixer.name!r}, which has no gumbel: train an AFT-conv')
         if not mixer.gumbel:
             raise ValueError(f"expected {wanted}, got mixer='conv' with gumbel=False: train it with gumbel=True")
-    # Arguments that only AFT-conv has.
+    copied: Any = copy.deepcopy(model)
+    for block in copied.blocks:
+        old = block.attn
+        if not isinstance(old, AFTConv):
+            continue
+        block.attn = _onehot_of(old)
+        block.attn.qkv, block.attn.proj, block.attn.proj_drop = old.qkv, old.proj, old.proj_drop
+        block.attn.local_conv, block.attn.exportable = old.local_conv, old.exportable
+        block.attn.train(old.training)
+    # The arguments from which timm rebuilds it, without those that only AFT-conv has.
     left_out = AFTConv.arguments().keys() - AFTOnehot.arguments().keys()
-    return _replace_mixers(model, _onehot_of, left_out, mixer='onehot')
-
-
-@torch.no_grad()
-def to_convolution(model: nn.Module) -> AFTVisionTransformer:
-    """Build an equivalent AFT-conv whose raw kernel is zero except at the offsets (AFT Eq. 6).
-
-    Use it for a runtime without gather, or to compare the speed of the two.
-
-    Args:
-        model: A one-hot model; not modified.
-
-    Raises:
-        ValueError: the model is not a one-hot model.
-    """
-    model = unwrap_model(model)
-    sizes = {mixer.kernel().shape[1] for mixer in _onehot_mixers(model)}
-    return _replace_mixers(
-        model,
-        lambda mixer: _convolution_of(mixer, max(sizes)),
-        set(),
-        mixer='conv',
-        kernel_size=max(sizes),
-        standardize_kernel=False,
-    )
+    arguments = flat_arguments(getattr(model, '_model_args', {}))
+    copied._model_args = {name: x for name, x in arguments.items() if name not in left_out} | {'mixer': 'onehot'}
+    return copied
 
 
 def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
@@ -113,48 +99,17 @@ def _onehot_mixers(model: nn.Module) -> list[AFTOnehot]:
     return found
 
 
-def _replace_mixers(
-    model: nn.Module, make: Callable[[Any], AFTMixer], left_out: set[str], **arguments: Any
-) -> AFTVisionTransformer:
-    # A copy with other mixers around the same projections, and with the arguments from which timm rebuilds it.
-    copied: Any = copy.deepcopy(model)
-    for block in copied.blocks:
-        old = block.attn
-        if not isinstance(old, AFTMixer):
-            continue
-        block.attn = make(old)
-        block.attn.qkv, block.attn.proj, block.attn.proj_drop = old.qkv, old.proj, old.proj_drop
-        block.attn.local_conv, block.attn.exportable = old.local_conv, old.exportable
-        block.attn.train(old.training)
-    kept = {
-        name: value for name, value in flat_arguments(getattr(model, '_model_args', {})).items() if name not in left_out
-    }
-    copied._model_args = kept | arguments
-    return copied
-
-
 def _onehot_of(conv: AFTConv) -> AFTOnehot:
     parameter = conv.kernel.weight
-    offset, weight = ops.onehot_kernel(conv.kernel())
-    mixer = AFTOnehot(kernel_size=parameter.shape[-1], **_shared_arguments(conv))
-    mixer.offset, mixer.weight = offset, _parameter_like(weight, parameter)
-    return mixer
-
-
-def _convolution_of(onehot: AFTOnehot, size: int) -> AFTConv:
-    kernel = onehot.kernel()
-    margin = (size - kernel.shape[1]) // 2
-    mixer = AFTConv(kernel_size=size, standardize_kernel=False, **_shared_arguments(onehot))
-    mixer.kernel.weight = _parameter_like(nn.functional.pad(kernel, [margin] * 4), onehot.weight)
-    return mixer
-
-
-def _shared_arguments(mixer: AFTConv | AFTOnehot) -> dict[str, Any]:
     # On the meta device, because the projections are replaced.
-    dim, heads = mixer.split_sizes[-1], mixer.split_sizes[-2]
-    shared = {'query_gate': mixer.query_gate, 'local_conv': mixer.local_conv is not None}
-    return {'dim': dim, 'num_heads': heads, 'device': 'meta', **shared}
-
-
-def _parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(value.clone(), requires_grad=parameter.requires_grad)
+    mixer = AFTOnehot(
+        dim=conv.split_sizes[-1],
+        num_heads=conv.split_sizes[-2],
+        kernel_size=parameter.shape[-1],
+        query_gate=conv.query_gate,
+        local_conv=conv.local_conv is not None,
+        device='meta',
+    )
+    mixer.offset, weight = ops.onehot_kernel(conv.kernel())
+    mixer.weight = nn.Parameter(weight.clone(), requires_grad=parameter.requires_grad)
+    return mixer

@@ -1,4 +1,4 @@
-"""Feature pyramids for detectors and other dense tasks: ViTDet's of a plain backbone, FPN of one with several maps.
+"""ViTDet's feature pyramid of a plain backbone, for detectors and other dense tasks.
 
 @article{li2022exploring,
   title={Exploring Plain Vision Transformer Backbones for Object Detection},
@@ -8,7 +8,6 @@
 }
 """
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Format, LayerNorm2d, to_2tuple
 from torch import Tensor, nn
-from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork, LastLevelMaxPool
 
 from aft_vision.models.aft_vit import AFTVisionTransformer
 
@@ -102,51 +100,6 @@ class SimpleFeaturePyramid(nn.Module):
         return _as_nchw(backbone, features)
 
 
-class FeaturePyramid(nn.Module):
-    """Feature maps of a backbone with several stages, merged from coarse to fine by torchvision's FPN.
-
-    It is a backbone for torchvision's detectors, like `SimpleFeaturePyramid`.
-
-    Args:
-        backbone: Made by `timm.create_model(..., features_only=True)`: two or more maps, each with half the sides of
-            the one before.
-        out_channels: Channels of every map.
-        extra_level: Add a map 'pool' with twice the last stride: every other position of the last map.
-
-    Attributes:
-        out_channels: As given; detectors read it.
-        strides: Strides of the maps in the order of the output, including the extra level.
-
-    Raises:
-        ValueError: the backbone does not have such maps.
-    """
-
-    def __init__(self, backbone: nn.Module, out_channels: int = 256, extra_level: bool = False) -> None:
-        super().__init__()
-        strides, channels = _describe(backbone)
-        if len(strides) < 2 or any(2 * fine != coarse for fine, coarse in itertools.pairwise(strides)):
-            raise ValueError(
-                f'expected a backbone with two or more feature maps, each of twice the stride of the one before, '
-                f'got {len(strides)} of strides {strides}'
-            )
-        self.backbone = backbone
-        self.out_channels = out_channels
-        self.strides = (*strides, *([2 * strides[-1]] if extra_level else []))
-        self.fpn = FeaturePyramidNetwork(channels, out_channels, LastLevelMaxPool() if extra_level else None)
-
-    def forward(self, x: Tensor) -> OrderedDict[str, Tensor]:
-        """Compute the maps of a batch of images.
-
-        Args:
-            x: (B, 3, H, W) images of a size that the backbone takes.
-
-        Returns:
-            '0', '1', ... in the order of the strides, then 'pool': (B, out_channels, H / stride, W / stride).
-        """
-        maps = [_as_nchw(self.backbone, features) for features in self.backbone(x)]
-        return self.fpn(OrderedDict((str(level), features) for level, features in enumerate(maps)))
-
-
 def create_pyramid(
     model_name: str,
     pretrained: bool = False,
@@ -209,19 +162,14 @@ def _as_nchw(backbone: nn.Module, features: Tensor) -> Tensor:
     return features.permute(0, 3, 1, 2) if is_nhwc else features
 
 
-def _describe(backbone: nn.Module) -> tuple[list[int], list[int]]:
-    # Return the reductions and channels of its maps.
+def _describe_single(backbone: nn.Module) -> tuple[int, int]:
+    # Return the reduction and channels of its only map.
     info: Any = getattr(backbone, 'feature_info', None)
     if not hasattr(info, 'reduction'):
         raise ValueError(
             f'expected a model of timm.create_model(..., features_only=True), got a {type(backbone).__name__}'
         )
-    return info.reduction(), info.channels()
-
-
-def _describe_single(backbone: nn.Module) -> tuple[int, int]:
-    # Return the reduction and channels of its only map.
-    reductions, channels = _describe(backbone)
+    reductions, channels = info.reduction(), info.channels()
     if len(reductions) != 1:
         raise ValueError(
             f'expected a backbone with one feature map, got {len(reductions)} of strides {reductions}: '

@@ -8,7 +8,7 @@ from helpers import assert_close, generator, randn
 from torch import Tensor, nn
 from torchvision.models.detection import FasterRCNN, RetinaNet
 
-from aft_vision.models.pyramid import FeaturePyramid, SimpleFeaturePyramid, create_pyramid, padding_mask
+from aft_vision.models.pyramid import SimpleFeaturePyramid, create_pyramid, padding_mask
 
 CONV = dict(depth=2, embed_dim=32, num_heads=4, kernel_size=3)
 FULL = dict(depth=2, embed_dim=32, bias_dim=8, dynamic_img_size=True)
@@ -129,40 +129,6 @@ def test_maps_equal_the_layers_of_the_paper_one_by_one():
     assert torch.equal(maps['pool'], maps['3'][:, :, ::2, ::2])
 
 
-def make_staged(name: str = 'aft_pyramid_nano', **kwargs: object) -> nn.Module:
-    torch.manual_seed(0)
-    return timm.create_model(name, features_only=True, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ('name', 'kwargs'),
-    [
-        ('aft_pyramid_nano', dict(depths=(1, 1, 1, 1))),
-        ('swin_tiny_patch4_window7_224', dict(depths=(1, 1, 1, 1), embed_dim=16, num_heads=(1, 1, 1, 1))),
-    ],
-)
-@torch.no_grad()
-def test_a_backbone_of_several_stages_gives_maps_of_its_strides(name, kwargs):
-    pyramid = FeaturePyramid(make_staged(name, **kwargs), out_channels=16, extra_level=True).eval()
-    maps = pyramid(randn(1, 3, 224, 224, dtype=torch.float32))
-    sides = {name: tuple(x.shape) for name, x in maps.items()}
-    assert sides == dict(zip('0123', ((1, 16, n, n) for n in (56, 28, 14, 7)), strict=True)) | {'pool': (1, 16, 4, 4)}
-    assert (pyramid.strides, pyramid.out_channels) == ((4, 8, 16, 32, 64), 16)
-
-
-@torch.no_grad()
-def test_merged_maps_are_those_of_the_layers_one_by_one():
-    pyramid = FeaturePyramid(make_staged(out_indices=(2, 3)), out_channels=16).double().eval()
-    image = randn(1, 3, 96, 64)
-    fine, coarse = pyramid.backbone(image)
-    inner, layer = pyramid.fpn.inner_blocks, pyramid.fpn.layer_blocks
-    top = inner[1](coarse)
-    merged = inner[0](fine) + top.repeat_interleave(2, 2).repeat_interleave(2, 3)
-    maps = pyramid(image)
-    assert_close(maps['0'], layer[0](merged), 1e-10)
-    assert_close(maps['1'], layer[1](top), 1e-10)
-
-
 def make_targets() -> list[dict[str, Tensor]]:
     boxes = [[[8.0, 8.0, 60.0, 70.0], [40.0, 30.0, 90.0, 80.0]], [[5.0, 10.0, 50.0, 60.0]]]
     labels = [[1, 2], [1]]
@@ -243,9 +209,6 @@ def test_checkpointing_leaves_the_gradients_of_the_backbone_as_they_are():
         (lambda: make_pyramid(patch_size=2, img_size=16, **CONV), r'a power of two and at least 4, got 2'),
         (lambda: make_pyramid(out_indices=(0, 1), **CONV), r'one feature map, got 2 of strides \[16, 16\]: .*-1'),
         (lambda: SimpleFeaturePyramid(timm.create_model('aft_conv_tiny', **CONV)), 'features_only=True.* got a AFTV'),
-        (lambda: FeaturePyramid(make_staged(out_indices=(3,))), r'two or more feature maps.* got 1 of strides \[32\]'),
-        (lambda: FeaturePyramid(make_features('aft_conv_tiny', **CONV)), r'got 2 of strides \[16, 16\]'),
-        (lambda: FeaturePyramid(make_staged(out_indices=(0, 2))), r'got 2 of strides \[4, 16\]'),
         (lambda: make_pyramid(strides=(4, 12), **CONV), r'ascending powers of two, got \(4, 12\)'),
         (lambda: make_pyramid(strides=(8, 4), **CONV), r'ascending powers of two, got \(8, 4\)'),
         (lambda: make_pyramid(strides=(), **CONV), r'ascending powers of two, got \(\)'),
