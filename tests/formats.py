@@ -71,7 +71,7 @@ def write_all(root: Path, archive: str, images: int, shards: int) -> dict[str, S
     from aft_vision.data.ffcv.writer import write_beton
 
     (root / 'ffcv').mkdir()
-    write_beton(open_eval_split(sources['folder'], 1), root / 'ffcv' / 'val.beton', None, 0, progress=False)
+    write_beton(open_eval_split(sources['folder']), root / 'ffcv' / 'val.beton', None, 0, progress=False)
     return {**sources, 'ffcv': Source(dir=str(root / 'ffcv'))}
 
 

@@ -339,7 +339,7 @@ def make_beton(folder: Path, source: Path = CLOTHING, options: Any = None, worke
     """Both splits of a folder of images as FFCV files."""
     from aft_vision.data.ffcv.writer import write_beton
 
-    places = {'train': open_train_split(Source(dir=str(source)), 1), 'val': open_eval_split(Source(dir=str(source)), 1)}
+    places = {'train': open_train_split(Source(dir=str(source))), 'val': open_eval_split(Source(dir=str(source)))}
     for name, split in places.items():
         write_beton(split, folder / f'{name}.beton', options, workers, progress=False)
     return folder

@@ -99,7 +99,7 @@ def open_split(args: argparse.Namespace, name: str) -> Split:
             target_key=args.target_key,
             on_corrupt_image='skip' if args.skip_corrupt else 'raise',
         )
-        return open_eval_split(source, 1)
+        return open_eval_split(source)
     except MissingSplitError as error:
         raise ValueError(f'{error}; --splits names those to write') from error
 

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
-from timm.data import ImageDataset, IterableImageDataset, create_dataset
+from timm.data import ImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, extract_tarinfos
 from torchvision.datasets import DatasetFolder
@@ -34,10 +34,10 @@ from aft_vision.data.images import (
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
 from aft_vision.data.shards import StrictTarInfo, open_shards
-from aft_vision.data.streams import Stream, TensorFlowStream, open_hugging_face
+from aft_vision.data.streams import Stream, open_hugging_face
 
 EVAL_SPLITS = ('val', 'validation', 'valid', 'test')
-NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/', 'tfds/')
+NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/')
 PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
 CAN_SKIP = ('hfds/', 'hfids/', 'wds/')
 # Names that a message lists.
@@ -60,7 +60,7 @@ class Source:
         dir: Without a `name`, a folder or tar file with a folder per split and a folder per class in it, or a folder
             with a tar file per split (`train.tar`) or an FFCV file per split (`train.beton`, see tools.write_ffcv).
             With a name, its root or cache folder; '' for the library's own.
-        name: A data set of timm's readers: `torch/cifar10`, `hfds/NAME`, `wds/`, `tfds/NAME`; '' for `dir`.
+        name: A data set of timm's readers: `torch/cifar10`, `hfds/NAME`, `hfids/NAME`, `wds/`; '' for `dir`.
         train_split: Name of the training split. After a name of `wds/` and `hfids/`, `|NUMBER` is the number of its
             images.
         eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `valid`, `test` that
@@ -146,19 +146,19 @@ def with_evaluation_images(source: Source) -> Source:
     if source.val_share_without_split is None or source.val_share is not None:
         return source
     try:
-        open_eval_split(source, 1)
+        open_eval_split(source)
     except MissingSplitError:
         return replace(source, val_share=source.val_share_without_split)
     return source
 
 
-def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
+def open_train_split(source: Source, seed: int = 0) -> Split:
     """Open the training split.
 
     Raises:
         ValueError: the data set is missing or empty, or a class has no images; the message has the path.
     """
-    split = _open(source, (source.train_split,), batch_size, seed, is_training=True)
+    split = _open(source, (source.train_split,), seed, is_training=True)
     if source.val_share is not None:
         split = _hold_out(split, source, source.val_share, held_out=False)
     if source.on_corrupt_image == 'skip':
@@ -166,13 +166,13 @@ def open_train_split(source: Source, batch_size: int, seed: int = 0) -> Split:
     return split
 
 
-def open_eval_split(source: Source, batch_size: int) -> Split:
+def open_eval_split(source: Source) -> Split:
     """Open the evaluation split, with the errors of `open_train_split`."""
     if source.val_share is None:
         wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
-        split = _open(source, wanted, batch_size, seed=0, is_training=False)
+        split = _open(source, wanted, seed=0, is_training=False)
     else:
-        whole = _open(source, (source.train_split,), batch_size, seed=0, is_training=False)
+        whole = _open(source, (source.train_split,), seed=0, is_training=False)
         split = _hold_out(whole, source, source.val_share, held_out=True)
     if source.on_corrupt_image == 'skip':
         split.dataset.skip_corrupt('none')
@@ -216,11 +216,11 @@ def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
     )
 
 
-def _open(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_training: bool) -> Split:
+def _open(source: Source, wanted: Sequence[str], seed: int, is_training: bool) -> Split:
     if not source.name and not source.dir:
         raise ValueError('expected the folder, the tar file or the name of a data set, got none')
     if source.name:
-        return _open_named(source, wanted, batch_size, seed, is_training)
+        return _open_named(source, wanted, seed, is_training)
     root = Path(source.dir)
     # Without splits, the class folders are divided.
     whole = (source.train_split, *EVAL_SPLITS) if source.val_share is not None else None
@@ -457,7 +457,7 @@ def _check_names(names: Iterable[str], place: Path) -> None:
             )
 
 
-def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: int, is_training: bool) -> Split:
+def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: bool) -> Split:
     """Open a data set of timm's readers; map-style image data sets also name damaged images."""
     if not source.name.lower().startswith(NAMED):
         raise ValueError(f'the name of a data set must begin with one of {", ".join(NAMED)}, got {source.name!r}')
@@ -467,7 +467,7 @@ def _open_named(source: Source, wanted: Sequence[str], batch_size: int, seed: in
         raise ValueError(f'a split of {source.name} must be one of {", ".join(TORCH_SPLITS)}, got {name!r}')
     try:
         with _downloading_alone() if source.download else contextlib.nullcontext():
-            dataset = _create(source, name, batch_size, seed, is_training)
+            dataset = _create(source, name, seed, is_training)
     except ImportError as error:
         raise ValueError(f'the data set {source.name} needs a package that is not installed: {error}') from error
     if isinstance(dataset, Stream):
@@ -505,7 +505,7 @@ def _open_stream(stream: Stream, source: Source, split: str) -> Split:
     return Split(stream, names)
 
 
-def _create(source: Source, split: str, batch_size: int, seed: int, is_training: bool) -> Any:
+def _create(source: Source, split: str, seed: int, is_training: bool) -> Any:
     kind, _, name = source.name.partition('/')
     options: dict[str, Any] = dict(split=split, is_training=is_training, seed=seed)
     keys: dict[str, Any] = dict(input_key=source.input_key, target_key=source.target_key)
@@ -514,11 +514,10 @@ def _create(source: Source, split: str, batch_size: int, seed: int, is_training:
     try:
         if kind.lower() == 'hfids':
             return open_hugging_face(name, source.dir or None, download=source.download, **keys, **options)
-        dataset = create_dataset(
+        return create_dataset(
             source.name,
             root=source.dir or None,
             download=source.download,
-            batch_size=batch_size,
             **{key: value for key, value in keys.items() if value is not None},
             **options,
         )
@@ -527,9 +526,6 @@ def _create(source: Source, split: str, batch_size: int, seed: int, is_training:
             f'expected the split {split!r} of the data set {source.name} in {source.dir or "its cache"}, got: {error}; '
             'check its name, its folder, the split and the keys, or download it'
         ) from error
-    if isinstance(dataset, IterableImageDataset):
-        return TensorFlowStream(source.name, dataset.reader, is_training, seed)
-    return dataset
 
 
 def _check_label(num_classes: int, name: str, label: int) -> int:

@@ -133,8 +133,8 @@ def create_loaders(
     sizes = train_size if isinstance(train_size, SizeSchedule) else SizeSchedule((train_size,))
     evaluation = evaluation or Preprocessing(sizes.sizes[-1])
     images = shard.micro_batch_size(batch_size)
-    train = open_train_split(source, images, seed)
-    validation = open_eval_split(source, eval_batch_size or images)
+    train = open_train_split(source, seed)
+    validation = open_eval_split(source)
     check_same_classes(train.class_names, validation.class_names)
     if shard.rank == 0:
         _warn(source, train, validation)
@@ -166,7 +166,7 @@ def create_eval_loader(
     """
     shard = shard or Shard()
     source = _divided(as_source(source), shard)
-    split = open_eval_split(source, batch_size)
+    split = open_eval_split(source)
     if shard.rank == 0:
         _warn(source, split)
     if not isinstance(preprocessing, Preprocessing):

@@ -106,7 +106,7 @@ class WebDataset(Stream):
         if self.is_training:
             order = np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(len(self.files))
         files = [self.files[i] for i in order]
-        if self.reads_all or not self.is_divisible:
+        if not self.is_divisible:
             return [(file, 0, None) for file in files]
         begins = accumulate((file.images or 0 for file in files), initial=0)
         first, end = self.bounds

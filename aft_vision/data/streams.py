@@ -68,7 +68,6 @@ class Stream(ImageData, IterableDataset, ABC):
         self.shard, self.used = Shard(), images
         # The loading processes see it, which live longer than an epoch.
         self._epoch = SharedCount()
-        self._reads_all = SharedCount()
         self._skipped = multiprocessing.Value('q', 0)
 
     @abstractmethod
@@ -157,15 +156,6 @@ class Stream(ImageData, IterableDataset, ABC):
     def skip_corrupt(self, instead: str) -> None:
         """Leave out images that cannot be decoded and what cannot be read of a shard; name each once."""
         self._named = new_flags(NUM_FLAGS)
-
-    @property
-    def reads_all(self) -> bool:
-        """Return whether the next pass reads the shards of all processes."""
-        return bool(self._reads_all.value)
-
-    @reads_all.setter
-    def reads_all(self, value: bool) -> None:
-        self._reads_all.value = int(value)
 
     @property
     def skipped(self) -> int:
@@ -327,21 +317,6 @@ def open_hugging_face(
     return HuggingFaceStream(f'the split {key} of {name}', rows, images, input_key, target_key, is_training, seed)
 
 
-class TensorFlowStream(Stream):
-    """A data set of timm's reader of TensorFlow data sets, which decodes the images and divides them itself."""
-
-    def __init__(self, place: str, reader: Any, is_training: bool, seed: int) -> None:
-        super().__init__(place, reader.num_samples, reader.num_samples, is_training, seed)
-        self.reader = reader
-
-    def _read(self) -> Iterator[tuple[Any, Any]]:
-        return iter(self.reader)
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self.reader.set_epoch(epoch)
-
-
 @dataclass
 class Rest:
     """The samples of a loading process after its last whole batch."""
@@ -368,8 +343,6 @@ class StreamLoader(DataLoader):
     def __init__(self, stream: Stream, batch_size: int, collate: Callable[[list[Any]], Any], **options: Any) -> None:
         super().__init__(stream, batch_size, collate_fn=partial(_collate_whole, batch_size, collate), **options)
         self.stream, self.collate = stream, collate
-        # Files with their own numbers of images are compared one by one; TensorFlow's reader knows its number.
-        self._looks_further = stream.is_training and not (stream.is_divisible or isinstance(stream, TensorFlowStream))
 
     def __len__(self) -> int:
         images, size = len(self.stream), self.batch_size or 1
@@ -377,43 +350,22 @@ class StreamLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         stream, made = self.stream, 0
-        stream.reads_all = False
         while True:
             before, found = made, 0
             stream.forget_skipped()
-            batches = self._batches()
-            for batch in batches:
+            for batch in self._batches():
                 found += len(batch[1])
                 if stream.is_training and len(batch[1]) < (self.batch_size or 1):
                     continue
-                if self._looks_further and made + 1 == len(self):
-                    self._look_further(batches, found)
                 yield batch
                 made += 1
                 if stream.is_training and made == len(self):
                     return
-            if not stream.reads_all:
-                self._compare(found)
+            self._compare(found)
             if not stream.is_training:
                 return
-            if made == before and stream.shard.world_size > 1 and not stream.reads_all:
-                # All shards of this process are missing.
-                stream.reads_all = True
-            elif made == before:
+            if made == before:
                 raise CorruptImageError(f'expected a batch of images that can be read in {stream.place}, got {found}')
-
-    def _look_further(self, batches: Iterator[Any], found: int) -> None:
-        """Warn once if the data set goes on after the number of images that it is said to have."""
-        self._looks_further = False
-        for batch in batches:
-            found += len(batch[1])
-            if found > self.stream.images:
-                _logger.warning(
-                    '%s has more than the %d images that its name or description says; an epoch has only so many',
-                    self.stream.place,
-                    self.stream.images,
-                )
-                return
 
     def _compare(self, found: int) -> None:
         """Compare the images of a whole pass with those of the split; at most the skipped ones may be missing."""

@@ -95,7 +95,7 @@ def assert_same_batches(found: list[tuple], expected: list[tuple]) -> None:
 
 
 def test_pixels_come_back_as_they_were_and_jpeg_nearly(photographs, clothing, pixels):
-    split = open_train_split(Source(dir=str(photographs)), 1)
+    split = open_train_split(Source(dir=str(photographs)))
     raw, jpeg = BetonDataset(pixels / 'train.beton'), BetonDataset(clothing / 'train.beton')
     assert len(raw) == len(jpeg) == 150
     for index in range(0, 150, 9):
@@ -379,7 +379,7 @@ def test_a_source_image_that_cannot_be_decoded_ends_the_writing_or_is_left_out(t
         make_beton(tmp_path, folder, workers=1)
     assert not list(tmp_path.glob('*beton*'))
     source = Source(dir=str(folder), on_corrupt_image='skip', eval_split='train')
-    assert write_beton(open_eval_split(source, 1), tmp_path / 'train.beton', num_workers=0, progress=False) == 3
+    assert write_beton(open_eval_split(source), tmp_path / 'train.beton', num_workers=0, progress=False) == 3
     assert BetonDataset(tmp_path / 'train.beton').labels.tolist() == [0, 1, 1]
 
 
@@ -420,7 +420,7 @@ def test_options_out_of_range_are_rejected(options, message):
 
 
 def test_a_path_of_another_kind_and_a_stream_are_rejected(tmp_path):
-    split = open_train_split(Source(dir=str(CLOTHING)), 1)
+    split = open_train_split(Source(dir=str(CLOTHING)))
     with pytest.raises(ValueError, match=r'ends in \.beton, got .*train\.ffcv'):
         write_beton(split, tmp_path / 'train.ffcv')
 
@@ -449,7 +449,7 @@ def test_an_image_that_ffcv_cannot_store_is_named_or_left_out(tmp_path):
         make_beton(tmp_path, folder)
     assert not list(tmp_path.glob('*beton*'))
     source = Source(dir=str(folder), on_corrupt_image='skip', eval_split='train')
-    assert write_beton(open_eval_split(source, 1), tmp_path / 'train.beton', num_workers=0, progress=False) == 2
+    assert write_beton(open_eval_split(source), tmp_path / 'train.beton', num_workers=0, progress=False) == 2
 
 
 @pytest.mark.parametrize(('size', 'stored'), [((3000, 4), (1, 500)), ((4, 3000), (500, 1)), ((3000, 6), (1, 500))])

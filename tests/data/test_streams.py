@@ -3,7 +3,6 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from formats import write_formats
@@ -12,7 +11,6 @@ from PIL import ExifTags, Image
 from stream_files import encode, write_rows
 
 from aft_vision.data import CorruptImageError, Preprocessing, Shard, Source, create_eval_loader, create_loaders
-from aft_vision.data.streams import StreamLoader, TensorFlowStream
 
 pytest.importorskip('datasets')
 pytest.importorskip('webdataset')
@@ -86,21 +84,6 @@ def test_streamed_rows_without_their_number_or_of_other_columns_are_named(tmp_pa
         images_of(source, Shard(0, 2))
     with pytest.raises(ValueError, match=r'the columns image and kind in .*, got image, label; data\.input_key and'):
         images_of(replace(source, target_key='kind', num_classes=2))
-
-
-class Reader:
-    """Reader of TensorFlow data sets with one image too few."""
-
-    num_samples = 5
-
-    def __iter__(self):
-        return ((np.zeros((3, 2, 2), np.uint8), i) for i in range(4))
-
-
-def test_a_data_set_of_tensorflow_is_counted_too():
-    loader = StreamLoader(TensorFlowStream('tfds/x', Reader(), False, 0), 2, list)
-    with pytest.raises(ValueError, match='expected 5 images in tfds/x, got 4'):
-        list(loader)
 
 
 def turned(photograph: bytes) -> bytes:

@@ -78,7 +78,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def check_labels(out: Path) -> None:
     """Each image has the grey value of its class."""
     source = Source(dir=str(out))
-    for split, count in ((open_train_split(source, 1), 15), (open_eval_split(source, 1), 6)):
+    for split, count in ((open_train_split(source), 15), (open_eval_split(source), 6)):
         assert split.class_names == CLASSES
         assert len(split.dataset) == count
         for image, target in map(split.dataset.__getitem__, range(count)):
