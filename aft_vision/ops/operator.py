@@ -197,8 +197,11 @@ class Operator:
     def _measure(self, default: Form, inputs: Any, weights: Tensor, given: tuple[bool, ...]) -> Form:
         # A power of two stands for the numbers of sequences and of tokens up to it.
         batch, tokens = (1 << (size - 1).bit_length() for size in inputs.v.shape[:2])
-        window = inputs[self.places[3]].shape[-1] if self.operation.has_grid else tokens
-        shape = batch, tokens, inputs.k.shape[2], inputs.v.shape[2], window, inputs.v.dtype, *given
+        sizes = {'B': batch, 'T': tokens, 'D': inputs.v.shape[2], 'keys': inputs.k.shape[2]}
+        if self.operation.has_grid:
+            sizes['s'] = inputs[self.places[3]].shape[-1]
+        present = [name for name, here in zip(('q', 'mask', *self.operation.flags), given, strict=True) if here]
+        shape = *(f'{name}={size}' for name, size in sizes.items()), inputs.v.dtype, *present
         forms = [default, *(form for form in self.forms if form is not default and form.competes(inputs))]
         names = [form.name or form.backend for form in forms]
         ways = [partial(form.run_forward, inputs, False, weights) for form in forms]

@@ -173,7 +173,7 @@ def test_with_constant_weights_the_fastest_form_runs(
         ((subject, shape, *ways),) = asked
         assert subject == name
         assert form in ways
-        assert shape[:2] == (2, 16)
+        assert shape[:2] == ('B=2', 'T=16')
         # Asked for by name, or without constant weights, nothing is measured.
         call(q, k, v, *rest, backend='cpp', weights=weights)
         call(q, k, v, *rest)
@@ -205,5 +205,5 @@ def test_the_fastest_form_is_measured_and_recorded(tmp_path: Path, monkeypatch: 
         ops.aft_conv(q, k, v, kernel, (3, 4), weights=ops.bias_weights('aft_conv', kernel, v))
     ((key, found),) = choice.recorded().items()
     choice.choices_path.cache_clear()
-    assert key.startswith('aft_conv 2 16 2 40 3 torch.float32 True False True')
+    assert key.startswith('aft_conv B=2 T=16 D=40 keys=2 s=3 torch.float32 q global_context,')
     assert set(found['ms']) == {'wide', 'conv'}
