@@ -52,7 +52,7 @@ class CausalLocal(AFTLocal, CausalMixer):
 
     def prefill(self, x: Tensor, state: ops.LocalState) -> Tensor:
         """Take several tokens."""
-        q, k, v = self._project(x)
+        q, k, v = self.project_qkv(x)
         y, _ = ops.aft_local_prefill(q, k, v, self._band(int(state.position), x.shape[1]), state)
         return self.proj_drop(self.proj(y))
 
@@ -93,7 +93,7 @@ class CausalSimple(AFTSimple, CausalMixer):
 
     def prefill(self, x: Tensor, state: ops.SimpleState) -> Tensor:
         """Take several tokens."""
-        y, _ = ops.aft_simple_prefill(*self._project(x), state)
+        y, _ = ops.aft_simple_prefill(*self.project_qkv(x), state)
         return self.proj_drop(self.proj(y))
 
 

@@ -198,7 +198,8 @@ class AFTMixer(nn.Module):
         # Exporters do not support custom operators.
         return 'aten' if self.exportable and not torch.jit.is_scripting() else 'auto'
 
-    def _project(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return q (B, T, C), or None without a query gate, k (B, T, h or C) and v (B, T, C) of tokens (B, T, dim)."""
         return self._split(self.qkv(x))
 
     def _split(self, projected: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -277,8 +278,8 @@ class GridMixer(AFTMixer):
     def _kernel_on(self, grid: tuple[int, int] | None) -> Tensor | None:
         return self.evaluated_bias()
 
-    def _output(self, y: Tensor, v: Tensor, grid: tuple[int, int], mask: Tensor | None) -> Tensor:
-        # (B, T, C) after the operation, from its result and its values.
+    def project_output(self, y: Tensor, v: Tensor, grid: tuple[int, int], mask: Tensor | None) -> Tensor:
+        """Return tokens (B, T, dim) from the result of the operation and its values, both (B, T, C)."""
         if self.local_conv is not None:
             y = y + self.local_conv(tokens_to_maps(v, grid, mask)).flatten(2).transpose(1, 2)
         return self.proj_drop(self.proj(y))
@@ -365,7 +366,7 @@ class AFTFull(PairMixer):
         super().__init__(dim, num_tokens, None, grid, **kwargs)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self._project(x)
+        q, k, v = self.project_qkv(x)
         bias = self.position_bias(grid, copy=False)
         # A full slice would stay in the exported graph, and Core ML's converter does not support it.
         if grid is None and not (self.exportable and bias.shape[0] == x.shape[1]):
@@ -399,7 +400,7 @@ class AFTLocal(PairMixer):
         super().__init__(dim, num_tokens, window_size, grid, **kwargs)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self._project(x)
+        q, k, v = self.project_qkv(x)
         band = self.position_bias(grid, copy=False)
         if grid is None and not (self.exportable and band.shape[0] == x.shape[1]):
             band = band[: x.shape[1]]
@@ -431,7 +432,7 @@ class AFTSimple(AFTMixer):
         self.reset_parameters()
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self._project(x)
+        q, k, v = self.project_qkv(x)
         y = ops.aft_simple_causal(q, k, v, mask) if self.causal else ops.aft_simple(q, k, v, mask, self._backend())
         return self.proj_drop(self.proj(y))
 
@@ -514,7 +515,7 @@ class AFTConv(GridMixer):
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         if grid is None:
             raise ValueError('AFTConv needs the token grid (H, W), got None')
-        q, k, v = self._project(x)
+        q, k, v = self.project_qkv(x)
         kernel = self.kernel(copy=False)
         if self.gumbel and not self.training and not self.exportable:
             offset, weight = ops.onehot_kernel(kernel)
@@ -528,7 +529,7 @@ class AFTConv(GridMixer):
             # No kernel takes those of a window alone.
             weights = self.kernel.weights(kernel, v) if self.global_context else None
             y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, self._backend(), weights=weights)
-        return self._output(y, v, grid, mask)
+        return self.project_output(y, v, grid, mask)
 
 
 @register_mixer
@@ -588,9 +589,9 @@ class AFTOnehot(GridMixer):
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         if grid is None:
             raise ValueError('AFTOnehot needs the token grid (H, W), got None')
-        q, k, v = self._project(x)
+        q, k, v = self.project_qkv(x)
         y = ops.aft_onehot(q, k, v, self.offset, self.weight, grid, mask, self._backend())
-        return self._output(y, v, grid, mask)
+        return self.project_output(y, v, grid, mask)
 
 
 @register_mixer
@@ -658,10 +659,10 @@ class AFTAxial(GridMixer):
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         if grid is None:
             raise ValueError('AFTAxial needs the token grid (H, W), got None')
-        q, k, v = self._project(x)
+        q, k, v = self.project_qkv(x)
         rows, columns = self.row_bias(grid[0], copy=False), self.column_bias(grid[1], copy=False)
         y = ops.aft_axial(q, k, v, rows, columns, grid, mask, self._backend())
-        return self._output(y, v, grid, mask)
+        return self.project_output(y, v, grid, mask)
 
 
 def resolve_num_heads(dim: int, num_heads: int | None) -> int:

@@ -135,7 +135,7 @@ class OnlyValues(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(self.mixer, AFTMixer):
-            return self.mixer.proj(self.mixer._project(x)[2])
+            return self.mixer.proj(self.mixer.project_qkv(x)[2])
         return self.mixer.proj(self.mixer.qkv(x).chunk(3, dim=-1)[2])
 
 
@@ -234,7 +234,7 @@ def test_queries_and_keys_are_copied_on_demand_where_they_fit(name: str, kwargs:
     new, report = deit_to_aft(vit.state_dict(), model, copy_qk=True)
     model.load_state_dict(new)
     x = randn(1, 3, 32, dtype=torch.float32)
-    parts = dict(zip('qkv', model.blocks[1].attn._project(x), strict=True))
+    parts = dict(zip('qkv', model.blocks[1].attn.project_qkv(x), strict=True))
     wanted = dict(zip('qkv', vit.blocks[1].attn.qkv(x).chunk(3, dim=-1), strict=True))
     for part in copied:
         torch.testing.assert_close(parts[part], wanted[part])
