@@ -100,7 +100,7 @@ def mark_underflowed(UNDERFLOWED, underflowed, b, j, t, c, T, D):
     tl.store(UNDERFLOWED + tile, tl.max(tl.max(underflowed.to(tl.int32), 1), 0))
 
 
-@tuned([], {'BS': 8}, ({'BS': 256}, 4))
+@tuned([], {'BS': 32}, ({'BS': 256}, 4))
 @triton.jit
 def weights_kernel(BAND, WEIGHTS, OLDER, T, window, count, BC: tl.constexpr, BS: tl.constexpr):
     """Write the weights of a target for `count` sources up to the end of its block, and that of the sources before.

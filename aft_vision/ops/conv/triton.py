@@ -51,6 +51,8 @@ TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
 INTERPRETED_ELEMENTS, INTERPRETED_SEQUENCES = 64, 4
 # Targets and sources of a tile of weights; targets and shifts of one of their gradients.
 WEIGHTS_TILE, GRADIENT_TILE = 32, 32
+# The most columns of a tile of gradients by their distance; and in the interpreter.
+LINE, LINE_INTERPRETED = 64, 16
 # Tiles of tokens and channels of the repair.
 REPAIR = {'BT': 32, 'BD': 32}
 
@@ -303,7 +305,7 @@ class _Lines:
         self.height, self.width = grid
         self.reach_y, self.reach_x = min(size // 2, self.height - 1), min(size // 2, self.width - 1)
         self.count = 2 * self.reach_y + 1
-        self.wide = min(64, max(16, triton.next_power_of_2(self.width)))
+        self.wide = min(LINE_INTERPRETED if interprets() else LINE, max(16, triton.next_power_of_2(self.width)))
         tiles = triton.cdiv(self.width, self.wide)
         self.pairs = tiles * min(2 * triton.cdiv(self.reach_x, self.wide) + 1, tiles)
 

@@ -195,20 +195,21 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         ('triton', 'aft_simple', (9, 5), 'no gate', torch.float32),
         ('triton', 'aft_simple', (9, 5, 0, None, 3), 'masked', torch.float32),
         # Several tiles of tokens and of sequences, a row, a head per channel, a kernel beyond the grid, a column.
-        ('triton', 'aft_conv', ((5, 7), 2, 3, 2, 17), '', torch.float32),
+        ('triton', 'aft_conv', ((5, 7), 2, 3, 2, 3), '', torch.float32),
+        ('triton', 'aft_conv', ((1, 5), 2, 3, 2, 5), '', torch.float32),
         ('triton', 'aft_conv', ((1, 9), 40, 5, 1), '', torch.float32),
         ('triton', 'aft_conv', ((1, 9), 40, 5, 1), '', torch.bfloat16),
         ('triton', 'aft_conv', ((4, 3), 16, 15, 2, 3), '', torch.float32),
         ('triton', 'aft_conv', ((6, 1), 6, 7, 2), '', torch.float32),
         ('triton', 'aft_conv', ((6, 1), 6, 7, 2), '', torch.float16),
         # Four tiles of columns, of which three are near each other.
-        ('triton', 'aft_conv', ((1, 200), 1, 3, 1, 1), '', torch.float32),
+        ('triton', 'aft_conv', ((1, 50), 1, 3, 1, 1), '', torch.float32),
         ('triton', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked no gate', torch.float32),
         ('triton', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked no gate window alone', torch.float32),
         ('triton products', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked', torch.float32),
         # A head per channel: lines of sources outside the windows of all targets of a tile, before and after them.
-        ('triton', 'aft_conv', ((9, 5), 18, 3), '', torch.float32),
-        ('triton', 'aft_conv', ((9, 5), 18, 3), 'masked no gate window alone', torch.float32),
+        ('triton', 'aft_conv', ((7, 2), 17, 3), '', torch.float32),
+        ('triton', 'aft_conv', ((7, 2), 3, 3), 'masked no gate window alone', torch.float32),
         ('triton', 'aft_conv', ((3, 6), 5, 15), 'masked', torch.bfloat16),
         ('triton', 'aft_conv', ((2, 17), 3, 5, 3, 1), 'no gate', torch.float16),
         ('triton products', 'aft_conv', ((3, 6), 3, 3), 'masked', torch.float32),
@@ -308,7 +309,7 @@ def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes:
         *(
             ('triton', 'aft_conv', ((7, 3), 2, 3, 2, 1), others, keys, bias)
             for others, keys, bias in (
-                *product([''], ('one_at_90', 'all_at_-120', 'plus_minus_1e4', 'climbing'), ['ordinary']),
+                ('', 'plus_minus_1e4', 'ordinary'),
                 ('', 'ordinary', 'plus_minus_80'),
                 ('window alone', 'one_at_90', 'within_50'),
             )
@@ -385,16 +386,13 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
         ('cpp', 'aft_axial', ((5, 3), 60, (2, 9), 10), '', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_local_causal', (40, 9, 5), '', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_simple_causal', (40, 9), '', 'ordinary', 'ordinary', torch.float32),
-        ('triton', 'aft_full', (9, 5), '', 'normal_30', 'zero', torch.float32),
         ('triton', 'aft_full', (9, 5), '', 'normal_30', 'plus_minus_80', torch.float32),
         ('triton products', 'aft_full', (9, 5), '', 'normal_30', 'plus_minus_80', torch.float32),
         ('triton', 'aft_simple', (9, 5), '', 'ordinary', 'ordinary', torch.float32),
-        ('triton', 'aft_conv', ((2, 3), 2, 3, 1, 1), 'window alone', 'ordinary', 'zero', torch.float32),
         ('triton', 'aft_conv', ((2, 3), 2, 3, 1, 1), 'window alone', 'ordinary', 'plus_minus_80', torch.float32),
         ('triton', 'aft_onehot', ((3, 4), 6, 3, 3), '', 'ordinary', 'ordinary', torch.float32),
         ('triton', 'aft_axial', ((2, 3), 2, (2, 3), 1, 1), '', 'ordinary', 'plus_minus_80', torch.float32),
         ('triton lines', 'aft_axial', ((2, 3), 2, (2, 3), 1, 1), '', 'ordinary', 'zero', torch.float32),
-        ('triton', 'aft_local_causal', (20, 1, 3, None, 1), '', 'ordinary', 'ordinary', torch.float32),
         ('triton', 'aft_local_causal', (20, 1, 3, None, 1), '', 'plus_minus_1e4', 'ordinary', torch.float32),
         ('triton', 'aft_simple_causal', (9, 2), '', 'ordinary', 'ordinary', torch.float32),
     ],
