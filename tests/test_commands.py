@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from train.config import all_keys
 from train.convert_schema import ConvertConfig
 from train.fastformer.tasks import TASKS
 from train.keys import format_page, list_keys
@@ -94,8 +93,9 @@ def test_every_key_has_a_default_and_a_meaning(capsys):
 )
 def test_every_key_that_an_experiment_may_have_is_listed_in_the_words_of_yaml(schema, arguments):
     listed = {key.name: key for key in list_keys(schema, arguments)}
-    known = set(all_keys(schema, arguments)) - {field.name for field in dataclasses.fields(schema)}
-    assert known - listed.keys() <= ({'model.name'} if 'preset' in arguments.__annotations__ else set())
+    sections = {field.name: field.type for field in dataclasses.fields(schema) if dataclasses.is_dataclass(field.type)}
+    for section, kind in {**sections, 'model': arguments}.items():
+        assert {f'{section}.{field.name}' for field in dataclasses.fields(kind)} <= listed.keys()
     assert [name for name, key in listed.items() if not key.meaning] == []
     assert not any('None' in key.meaning.split() for key in listed.values())
 

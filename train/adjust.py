@@ -1,32 +1,32 @@
-"""Adjustment of values that depend on values of a later layer."""
+"""Adjustment of values of the files that depend on values of the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from aft_vision.commandline import print_once
-from train.layers import Layer, as_yaml, level_of
+from train.layers import as_yaml
 from train.schema import peak_rate
 
 # The length of a run by the length of its warm-up, if the warm-up would be longer.
 RUN_BY_WARMUP = 5
 
 
-def adjust(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any]:
-    """Return the values that a later layer forces to change, by section and key, with a note for each.
+def adjust(config: Any, files: Any, typed: Collection[str]) -> dict[str, Any]:
+    """Return the values that the command line forces to change, by section and key, with a note for each.
 
-    A value of the same layer as the one that it contradicts, or of a later layer, is left to the checks.
+    Contradictions within the files or within the command line are left to the checks.
 
     Args:
         config: The merged layers, in their types.
-        defaults: The experiment without any layer.
+        files: Those without the command line.
+        typed: The keys of the command line, as `section.key`.
     """
     adjusted: dict[str, dict[str, Any]] = {'schedule': {}, 'data': {}}
 
     def change(section: str, key: str, value: Any, why: str, *because: str) -> None:
-        level = level_of(layers, f'{section}.{key}')
-        if any(level_of(layers, each) > level for each in because):
+        if f'{section}.{key}' not in typed and any(each in typed for each in because):
             adjusted[section][key] = value
             print_once(f'note: {section}.{key} = {as_yaml(value)} in place of {as_yaml(config[section][key])}, {why}')
 
@@ -46,10 +46,7 @@ def adjust(config: Any, layers: Sequence[Layer], defaults: Any) -> dict[str, Any
     peak = peak_rate(*(OmegaConf.select(config, name) for name in because))
     for key in ('warmup_lr', 'min_lr'):
         if key in schedule and schedule[key] > peak > 0:
-            # Scale it with the peak rate of the layers up to its own.
-            level = level_of(layers, f'schedule.{key}')
-            before = OmegaConf.merge(defaults, *(layer for _, layer in layers[: level + 1]))
-            share = schedule[key] / peak_rate(*(OmegaConf.select(before, name) for name in because))
+            share = schedule[key] / peak_rate(*(OmegaConf.select(files, name) for name in because))
             value = min(float(f'{share * peak:.3g}'), peak)
             change('schedule', key, value, f'as the peak rate is {peak:.3g}', *because)
     if 'train_sizes' in data and data.train_sizes is not None:

@@ -13,7 +13,16 @@ from omegaconf.errors import OmegaConfBaseException
 from aft_vision.errors import first_line
 from aft_vision.files import replacing
 from train.adjust import adjust
-from train.layers import Layer, last_text, merge_checked, naming_sources, read_layers, typed_layers
+from train.layers import (
+    COMMAND_LINE,
+    Layer,
+    keys_of,
+    last_text,
+    merge_checked,
+    naming_sources,
+    read_layers,
+    typed_layers,
+)
 from train.model_section import (
     check_decoder,
     check_model,
@@ -24,12 +33,10 @@ from train.model_section import (
     fill_preprocessing,
     is_recipe_of_images,
     is_recipe_of_sequences,
-    model_schema,
     model_takes,
     native_shape,
 )
-from train.schema import Config, Experiment
-from train.suggest import unknown
+from train.schema import Config, Experiment, unknown
 
 Kind = TypeVar('Kind', bound=Experiment)
 
@@ -45,8 +52,8 @@ def load_config(path: str | Path, overrides: Sequence[str], schema: type[Kind]) 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[Any] = Config) -> Any:
     """Read, merge and check one experiment.
 
-    Values that contradict a later layer are changed with a note: a warm-up longer than the epochs, a minimal rate above
-    the peak, arguments of another model than the one on the command line.
+    Values of the files that contradict the command line are changed with a note: a warm-up longer than the epochs, a
+    minimal rate above the peak, arguments of another model.
 
     Args:
         path: YAML file; its `base:` names another one, relative to it, that it builds on.
@@ -65,10 +72,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
     takes, is_recipe = (model_takes, is_recipe_of_images) if images else (decoder_takes, is_recipe_of_sequences)
     layers = drop_foreign_arguments(layers, takes, is_recipe, default_model_name(schema))
     layers = fill_preprocessing(layers) if images else layers
-    keys = all_keys(schema, model_schema() if images else decoder_schema())
     with naming_sources(path, layers):
-        built = build_config(layers, schema, list_optimizers(), keys)
-        built = dataclasses.replace(built, model=(check_model if images else check_decoder)(built.model, keys))
+        built = build_config(layers, schema, list_optimizers())
+        built = dataclasses.replace(built, model=(check_model if images else check_decoder)(built.model))
         if images:
             native_shape(built.model, built.data.image_tokens)
         return built
@@ -86,22 +92,22 @@ def list_optimizers() -> list[str]:
     return [name for name in names if not timm.optim.get_optimizer_info(name).second_order]
 
 
-def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterable[str], keys: Sequence[str]) -> Kind:
+def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterable[str]) -> Kind:
     """Merge layers into an experiment; the `model` section is not checked.
 
     Args:
         layers: From `read_layers`.
         schema: The dataclass of the experiment.
         optimizers: Valid values of optim.name.
-        keys: All valid keys, to suggest the nearest one.
 
     Raises:
         ValueError: an unknown key, or a value of the wrong type or range.
     """
-    defaults = OmegaConf.structured(schema)
-    merged = merge_checked(defaults, [layer for _, layer in layers], schema, keys)
+    typed = [layer for source, layer in layers if source == COMMAND_LINE]
+    files = merge_checked(OmegaConf.structured(schema), [layer for source, layer in layers if source != COMMAND_LINE])
+    merged = merge_checked(files, typed)
     try:
-        merged = OmegaConf.merge(merged, adjust(merged, layers, defaults))
+        merged = OmegaConf.merge(merged, adjust(merged, files, {key for layer in typed for key in keys_of(layer)}))
         built = typing.cast(Any, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(_reason(error)) from error
@@ -129,16 +135,6 @@ def save_config(record: Mapping[str, Any], path: str | Path) -> None:
     resume = None if continues(Path(path).parent, run['resume']) else run['resume']
     with replacing(path) as file:
         file.write_text(OmegaConf.to_yaml({**record, 'run': {**run, 'overwrite': False, 'resume': resume}}))
-
-
-def all_keys(schema: type, arguments: type) -> list[str]:
-    """List all keys of an experiment as `section.key`; those of `model` are the fields of a dataclass."""
-    keys = []
-    for section in dataclasses.fields(schema):
-        keys.append(section.name)
-        if dataclasses.is_dataclass(section.type):
-            keys += [f'{section.name}.{each.name}' for each in dataclasses.fields(section.type)]
-    return [*keys, 'model.name', *(f'model.{each.name}' for each in dataclasses.fields(arguments))]
 
 
 def _reason(error: OmegaConfBaseException) -> str:

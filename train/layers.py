@@ -4,16 +4,15 @@ import contextlib
 import dataclasses
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from aft_vision.errors import first_line
-from train.suggest import unknown_key
 from train.values import Argument, read_yaml, typed
 
 # The source of a layer and its content; later layers win.
@@ -29,10 +28,6 @@ def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
         ValueError: a file cannot be read, or an override is malformed.
     """
     return [*_read_chain(Path(path)), *map(_read_override, overrides)]
-
-
-class _SourcedError(ValueError):
-    """An error that begins with the layer it is about."""
 
 
 def typed_layers(layers: Sequence[Layer], schema: type, arguments: type | None) -> list[Layer]:
@@ -55,7 +50,7 @@ def typed_layers(layers: Sequence[Layer], schema: type, arguments: type | None) 
         try:
             found.append((source, typed(layer, hints)))
         except ValueError as error:
-            raise _SourcedError(f'{source}: {error}') from error
+            raise ValueError(f'{source}: {error}') from error
     return found
 
 
@@ -78,92 +73,64 @@ def typed_text(path: str | Path, overrides: Sequence[str], key: str) -> str:
     return last_text([layer for layer in read_layers(path, overrides) if layer[0] == COMMAND_LINE], key, '')
 
 
-def level_of(layers: Sequence[Layer], key: str) -> int:
-    """Return the index of the last layer that sets `section.key`; -1 for none; all overrides share one index."""
-    levels = [
-        len(layers) if source == COMMAND_LINE else index
-        for index, (source, layer) in enumerate(layers)
-        if key in _keys(layer)
-    ]
-    return max(levels, default=-1)
-
-
 @contextlib.contextmanager
 def naming_sources(path: str | Path, layers: Sequence[Layer]) -> Iterator[None]:
     """Add to a ValueError the layer of the values that it names, or the file if no layer sets them."""
     try:
         yield
-    except _SourcedError:
-        raise
     except ValueError as error:
-        raise ValueError(f'{_source(str(error), layers) or path}: {error}') from error
+        message = str(error)
+        if message.startswith(tuple(f'{source}: ' for source, _ in layers)):
+            raise
+        # The rest of the message is advice.
+        said = message.split('; ')[0]
+        sources = [source for source, layer in layers for key in keys_of(layer) if _names(said, key)]
+        raise ValueError(f'{sources[-1] if sources else path}: {message}') from error
 
 
-def merge_checked(
-    config: Any, layers: Sequence[Mapping[str, Any]], schema: type, keys: Sequence[str], prefix: str = ''
-) -> Any:
-    """Merge `layers` into `config`; errors name the key, the value and the nearest of `keys`."""
+def merge_checked(config: Any, layers: Iterable[Mapping[str, Any]], prefix: str = '') -> Any:
+    """Merge layers into a structured config; an error names the key and its value.
+
+    Args:
+        prefix: Of the keys in errors.
+    """
     for layer in layers:
-        _reject_unknown(layer, schema, keys, prefix)
-    # OmegaConf raises a TypeError for a list instead of a section.
-    with contextlib.suppress(OmegaConfBaseException, TypeError):
-        return OmegaConf.merge(config, *layers)
-    # One value at a time, because OmegaConf's error for a tuple of the wrong length does not name the key.
-    for layer in layers:
-        for key, value in layer.items():
-            leaves = value.items() if isinstance(value, Mapping) else [(None, value)]
-            for inner, leaf in leaves:
-                try:
-                    config = OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
-                except (OmegaConfBaseException, TypeError) as error:
-                    name = f'{prefix}{key}' if inner is None else f'{prefix}{key}.{inner}'
-                    reason = first_line(error)
-                    # OmegaConf names its own classes here.
-                    reason = f'expected a list, such as [{leaf}]' if 'is not a ListConfig' in reason else reason
-                    raise ValueError(f'{name} = {leaf!r}: {reason}') from error
+        # OmegaConf raises a TypeError for a list instead of a section.
+        try:
+            config = OmegaConf.merge(config, layer)
+        except (OmegaConfBaseException, TypeError):
+            # One value at a time, because OmegaConf's error for a tuple of the wrong length does not name the key.
+            for key, value in layer.items():
+                for inner, leaf in value.items() if isinstance(value, Mapping) else [('', value)]:
+                    config = _merge_one(config, key, inner, leaf, prefix)
     return config
 
 
-def _reject_unknown(layer: Mapping[str, Any], schema: type, keys: Sequence[str], prefix: str) -> None:
-    fields = {f.name: f for f in dataclasses.fields(schema)}
+def _merge_one(config: Any, key: str, inner: str, leaf: Any, prefix: str) -> Any:
+    try:
+        return OmegaConf.merge(config, {key: {inner: leaf} if inner else leaf})
+    except (OmegaConfBaseException, TypeError) as error:
+        reason = first_line(error)
+        if isinstance(error, ConfigKeyError) and 'Did you mean' not in reason:
+            reason += '; --keys lists the keys of an experiment'
+        # OmegaConf names its own classes here.
+        reason = f'expected a list, such as [{leaf}]' if 'is not a ListConfig' in reason else reason
+        raise ValueError(f'{prefix}{key}{inner and "."}{inner} = {leaf!r}: {reason}') from error
+
+
+def _names(message: str, key: str) -> bool:
+    """Return whether a message is about a key; errors of transformers name arguments without the section."""
+    key = key.removeprefix('model.') if message.startswith('model: ') else key
+    return re.search(rf'(?<![\w.]){re.escape(key)}(?!\.?\w)', message) is not None
+
+
+def keys_of(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
+    """Yield the keys of a layer, as `section.key`."""
     for key, value in layer.items():
-        name = f'{prefix}{key}'
-        if key not in fields:
-            while isinstance(value, Mapping) and value:
-                inner, value = next(iter(value.items()))
-                name = f'{name}.{inner}'
-            raise ValueError(unknown_key(name, value, keys))
-        section = fields[key].type
-        is_section = dataclasses.is_dataclass(section)
-        if (is_section or name == 'model') and not isinstance(value, Mapping):
-            raise ValueError(f'expected {name} to be a section of keys, got {value!r}')
-        if is_section:
-            _reject_unknown(value, typing.cast(type, section), keys, f'{name}.')
-
-
-def _source(message: str, layers: Sequence[Layer]) -> str | None:
-    """Return the last layer that sets a key of a message, and the key unless it is the first in the message."""
-    # The rest of the message is advice.
-    said = message.split('; ')[0]
-    found = []
-    for level, (source, layer) in enumerate(layers):
-        for key in _keys(layer):
-            # Errors of transformers name arguments without the section.
-            name = key.removeprefix('model.') if said.startswith('model: ') else key
-            place = re.search(rf'(?<![\w.]){re.escape(name)}(?!\.?\w)', said)
-            if place is not None:
-                found.append((level, -place.start(), source, key))
-    if not found:
-        return None
-    _, before, source, key = max(found)
-    return source if before == max(each[1] for each in found) else f'{source} ({key})'
-
-
-def _keys(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
-    for key, value in layer.items():
-        yield f'{prefix}{key}'
         if isinstance(value, Mapping):
-            yield from _keys(value, f'{prefix}{key}.')
+            yield from keys_of(value, f'{prefix}{key}.')
+        else:
+            yield f'{prefix}{key}'
 
 
 def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:

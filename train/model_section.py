@@ -25,7 +25,7 @@ from aft_vision.models.decoders import DECODERS, create_decoder
 from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
 from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
-from train.suggest import unknown
+from train.schema import unknown
 
 RESERVED_MODEL_KEYS = {
     'num_classes': 'the data set determines the number of classes',
@@ -65,14 +65,11 @@ ARGUMENT_RANGES = [
 ]
 
 
-def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str, Any]:
+def check_model(model: Mapping[str, Any]) -> dict[str, Any]:
     """Check `{name: ..., **kwargs}` against the signature of the model without building it.
 
     An `aft_*` model has the keyword arguments of its class and of timm's VisionTransformer if that is the base; a plain
     ViT or DeiT has those of the latter. Any other model is built on the meta device.
-
-    Args:
-        keys: All keys of the experiment, to suggest the nearest one.
 
     Raises:
         ValueError: the name is missing or not registered, or a keyword argument is unknown or of the wrong type or
@@ -87,7 +84,7 @@ def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
     _check_reserved(kwargs, RESERVED_MODEL_KEYS)
     schema = family_schema(name)
     if schema is not None:
-        return {'name': name, **check_arguments(kwargs, schema, keys)}
+        return {'name': name, **check_arguments(kwargs, schema)}
     check_numbers(kwargs)
     if kwargs.keys() - WEIGHT_KEYS:
         try:
@@ -97,7 +94,7 @@ def check_model(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str,
     return {'name': name, **kwargs}
 
 
-def check_decoder(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[str, Any]:
+def check_decoder(model: Mapping[str, Any]) -> dict[str, Any]:
     """Check the `model` section of a pixel or character model, as `check_model` does for a classifier."""
     kwargs = dict(model)
     name = kwargs.pop('name', None)
@@ -106,10 +103,10 @@ def check_decoder(model: Mapping[str, Any], keys: Sequence[str] = ()) -> dict[st
     if name not in DECODERS:
         raise ValueError(unknown('model.name', name, DECODERS, 'a pixel or character model'))
     _check_reserved(kwargs, RESERVED_DECODER_KEYS)
-    return {'name': name, **check_arguments(kwargs, decoder_schema(), keys)}
+    return {'name': name, **check_arguments(kwargs, decoder_schema())}
 
 
-def check_arguments(kwargs: Mapping[str, Any], schema: type, keys: Sequence[str] = ()) -> dict[str, Any]:
+def check_arguments(kwargs: Mapping[str, Any], schema: type) -> dict[str, Any]:
     """Return the keyword arguments of a model in the types of a dataclass's fields.
 
     As in `timm.create_model`, None stands for the default, so it is left out where the model cannot have it.
@@ -117,8 +114,7 @@ def check_arguments(kwargs: Mapping[str, Any], schema: type, keys: Sequence[str]
     Raises:
         ValueError: one is unknown, or of the wrong type or range.
     """
-    known = [*keys, *(f'model.{field.name}' for field in dataclasses.fields(schema))]
-    checked = merge_checked(OmegaConf.structured(schema), [kwargs], schema, known, prefix='model.')
+    checked = merge_checked(OmegaConf.structured(schema), [kwargs], prefix='model.')
     content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
     check_numbers({key: content[key] for key in kwargs})
     nullable = {each.name for each in dataclasses.fields(schema) if each.metadata['nullable']}

@@ -1,10 +1,12 @@
 """The sections and keys of an experiment, their defaults and their ranges."""
 
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, field
 from typing import Any, ClassVar, Literal
 
 from aft_vision.data import Augmentation, SizeSchedule, Source
 from aft_vision.data.ranges import check_ranges, is_finite, within
+from aft_vision.models.transfer_source import did_you_mean
 
 # The batch size to which optim.lr refers.
 LR_BATCH_SIZE = 512
@@ -380,6 +382,11 @@ class Config(Experiment):
         return self._check_multiple(
             world_size, 2, 'an even multiple', ', or augment.mix_prob=0, because mixup and cutmix pair images'
         )
+
+
+def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
+    """Return the message of an error: the value of a key is none of the valid names, and which is meant."""
+    return f'{key} = {value!r} is not {kind}{did_you_mean(str(value), valid)}'
 
 
 def require(key: str, value: Any, holds: bool, expected: str) -> None:

@@ -19,13 +19,13 @@ INTEGER = re.compile(r'[-+]?(?:0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+')
 FLOAT = re.compile(
     r'[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)'
 )
-# Only YAML 1.1 takes these for numbers and booleans.
-YAML_1_1_NUMBER = re.compile(
+# Numbers and booleans of YAML 1.1; those that `_core` leaves are not of YAML 1.2.
+YAML_1_1 = re.compile(
     r'[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])*(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|0b[01_]+|0x[0-9a-fA-F_]+)'
+    r'|(?i:y|yes|on|n|no|off)'
 )
 # (H, W) in pixels, for which one side may be given.
 PAIRS = (tuple[int, int], tuple[int, int] | None)
-YAML_1_1_BOOLEANS = {'yes': 'true', 'y': 'true', 'on': 'true', 'no': 'false', 'n': 'false', 'off': 'false'}
 
 
 class Plain(str):
@@ -91,13 +91,16 @@ def typed(value: Any, hint: Any, key: str = '') -> Any:
         }
     if isinstance(value, list):
         return [typed(each, int if hint in PAIRS else hint, key) for each in value]
-    kinds = _kinds(hint)
+    kinds, is_free = _kinds(hint), hint is Any and isinstance(value, Plain)
     if isinstance(value, Plain):
         value = _read_plain(value, kinds)
-        if isinstance(value, str) and hint is Any:
-            _check_free(value, key)
-    if isinstance(value, str) and kinds and str not in kinds:
-        _check_old(value, kinds, key)
+    is_number = bool(kinds) and str not in kinds
+    # OmegaConf would convert the text of a number field.
+    if isinstance(value, str) and (is_free or is_number) and YAML_1_1.fullmatch(value) and _core(value) == value:
+        raise ValueError(
+            f'{key} = {value!r} is a number or a boolean only in YAML 1.1; write a number in base 10 without a leading '
+            f'0, underscore or colon, true or false{"" if is_number else ", or a text in quotes"}'
+        )
     return [value, value] if type(value) is int and hint in PAIRS else value
 
 
@@ -128,25 +131,6 @@ def _core(text: str) -> Any:
     if INTEGER.fullmatch(text):
         return int(text, 10 if text.lstrip('+-').isdecimal() else 0)
     return float(re.sub(r'\.(?=[a-zA-Z])', '', text)) if FLOAT.fullmatch(text) else text
-
-
-def _check_old(value: str, kinds: set[type], key: str) -> None:
-    """Raise a ValueError for a number or a boolean of YAML 1.1, which OmegaConf would convert."""
-    if kinds & {int, float} and YAML_1_1_NUMBER.fullmatch(value) and _core(value) == value:
-        read = yaml.safe_load(value)
-        why = 'has a leading 0' if read == value else f'is a number only in YAML 1.1, which reads {read}'
-        raise ValueError(f'{key} = {value!r} {why}; write it in base 10, without a leading 0, underscore or colon')
-    if bool in kinds and value.lower() in YAML_1_1_BOOLEANS:
-        raise ValueError(f'{key} = {value!r} is a boolean only in YAML 1.1; write {YAML_1_1_BOOLEANS[value.lower()]}')
-
-
-def _check_free(value: str, key: str) -> None:
-    """Raise a ValueError for an unquoted value of unknown type that YAML 1.1 does not take for text."""
-    if type(read := yaml.safe_load(value)) in (int, float, bool) or YAML_1_1_NUMBER.fullmatch(value):
-        raise ValueError(
-            f'{key} = {value!r} is {read!r} in YAML 1.1 and text in YAML 1.2; write the number, true or false, or for '
-            f'the text the value in quotes, "{value}"'
-        )
 
 
 def _kinds(hint: Any) -> set[type]:

@@ -576,7 +576,7 @@ WRONG = {
     'fastformer': [
         ('model.encoder_mixer=longfomer', r"encoder_mixer = 'longfomer' is not an encoder; did you mean longformer\?$"),
         ('model.preset=imbd', r"model\.preset = 'imbd' is not a preset; did you mean imdb"),
-        ('model.hiden_size=3', r'model\.hiden_size = 3 is not a key; the nearest is model\.hidden_size$'),
+        ('model.hiden_size=3', r"model\.hiden_size = 3: Key .* Did you mean .*'hidden_size'"),
         ('model.hidden_size=wide', r"model\.hidden_size = 'wide': "),
         ('model.hidden_size=17', r'model: hidden_size must be a multiple of num_attention_heads \(2\), got 17'),
         ('model.vocab_size=17', r'model\.vocab_size = 17 is not for an experiment: the training texts decide'),
@@ -601,11 +601,11 @@ WRONG = {
         ('data.drop_missing=true', r'data\.drop_missing to be false except for mind, got True'),
         ('model.max_behaviors=9', r'model\.max_behaviors = 9 is not for an experiment: data\.max_behaviors says'),
         ('model.behavior_types=[a]', r'not for an experiment: the data decide'),
-        ('model.head_hiden_size=3', r'model\.head_hiden_size = 3 is not a key; the nearest is model\.head_hidden_size'),
+        ('model.head_hiden_size=3', r"model\.head_hiden_size = 3: Key .* 'head_hidden_size'"),
     ],
     'recommendation': [
         ('data.kind=movielense', r"data\.kind = 'movielense'"),
-        ('model.max_behaviors=3', r'model\.max_behaviors = 3 is not a key'),
+        ('model.max_behaviors=3', r"model\.max_behaviors = 3: Key 'max_behaviors' not in 'Model'"),
         ('data.kind=movielens data.valid_path=x', r'data\.valid_path to be null except for mind'),
         ('data.kind=movielens data.drop_missing=true', r'data\.drop_missing to be .* except for mind'),
         ('data.kind=movielens data.text_columns=[abstract]', r'data\.text_columns to be .* except for mind'),
@@ -616,7 +616,7 @@ WRONG = {
     'summarization': [
         ('generate.num_beams=1 generate.length_penalty=0.8', r'length_penalty to be 1 where .*num_beams is 1, got 0'),
         ('generate.min_length=8', r'generate\.min_length to be below data\.max_summary_length \(8\), got 8'),
-        ('generate.beams=3', r'generate\.beams = 3 is not a key; the nearest is generate\.num_beams'),
+        ('generate.beams=3', r"generate\.beams = 3: Key .* Did you mean: 'num_beams'"),
         ('model.max_target_positions=9', r'is not for an experiment: data\.max_summary_length says'),
         ('data.skip_lines=-1', r'data\.skip_lines to be at least 0, got -1'),
         ('data.split_column=split data.test_path=x', r'data\.split_column to be null where other splits have'),

@@ -9,7 +9,7 @@ from train.config import load_config, save_config
 from train.convert_schema import ConvertConfig
 from train.fastformer.tasks import load_text_config
 from train.schema import Config
-from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
+from train.sequence_schema import CharConfig, PixelConfig
 
 SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke'
 # The schema of each trainer, none for those of texts, and keys of text.
@@ -80,8 +80,8 @@ def test_numbers_and_booleans_are_those_of_yaml_1_2():
         True,
     )
     # Arguments of any type.
-    config = load('clothing_demo', 'optim.args={eps: 5e-4, a: "1_000", b: "no", c: 0o17, d: ["010", 1.0], e: y}')
-    assert config.optim.args == {'eps': 5e-4, 'a': '1_000', 'b': 'no', 'c': 15, 'd': ['010', 1.0], 'e': 'y'}
+    config = load('clothing_demo', 'optim.args={eps: 5e-4, a: "1_000", b: "no", c: 0o17, d: ["010", 1.0]}')
+    assert config.optim.args == {'eps': 5e-4, 'a': '1_000', 'b': 'no', 'c': 15, 'd': ['010', 1.0]}
 
 
 @pytest.mark.parametrize(
@@ -96,34 +96,33 @@ def test_the_file_of_weights_keeps_its_name(key):
 
 
 @pytest.mark.parametrize(
-    ('override', 'message'),
+    ('override', 'said'),
     [
-        ('schedule.epochs=1:30', "schedule.epochs = '1:30' is a number only in YAML 1.1, which reads 90; "),
-        ('data.batch_size=010', "data.batch_size = '010' is a number only in YAML 1.1, which reads 8; "),
-        ('data.batch_size="1_000"', "data.batch_size = '1_000' is a number only in YAML 1.1, which reads 1000; "),
-        ('data.img_size=[064,64]', "data.img_size = '064' is a number only in YAML 1.1, which reads 52; "),
-        ('run.cpu_threads=0b11', "run.cpu_threads = '0b11' is a number only in YAML 1.1, which reads 3; "),
-        ('optim.lr=1_0.5', "optim.lr = '1_0.5' is a number only in YAML 1.1, which reads 10.5; "),
-        ('data.batch_size=08', "data.batch_size = '08' has a leading 0; "),
-        ('model.depth=010', "model.depth = '010' is a number only in YAML 1.1, which reads 8; "),
-        ('run.compile=no', "run.compile = 'no' is a boolean only in YAML 1.1; write false"),
-        ('optim.args={amsgrad: no}', "optim.args.amsgrad = 'no' is False in YAML 1.1 and text in YAML 1.2; "),
-        ('optim.args={betas: [0.9, 1_0]}', "optim.args.betas = '1_0' is 10 in YAML 1.1 and text in YAML 1.2; "),
-        ('optim.args={eps: 1, eps: 2}', 'found duplicate key eps'),
+        ('schedule.epochs=1:30', "schedule.epochs = '1:30'"),
+        ('data.batch_size=010', "data.batch_size = '010'"),
+        ('data.batch_size="1_000"', "data.batch_size = '1_000'"),
+        ('data.img_size=[064,64]', "data.img_size = '064'"),
+        ('run.cpu_threads=0b11', "run.cpu_threads = '0b11'"),
+        ('optim.lr=1_0.5', "optim.lr = '1_0.5'"),
+        ('data.batch_size=08', "data.batch_size = '08'"),
+        ('model.depth=010', "model.depth = '010'"),
+        ('run.compile=no', "run.compile = 'no'"),
+        ('optim.args={amsgrad: no}', "optim.args.amsgrad = 'no'"),
+        ('optim.args={betas: [0.9, 1_0]}', "optim.args.betas = '1_0'"),
     ],
 )
-def test_a_number_or_a_boolean_of_yaml_1_1_is_refused_by_its_key(tmp_path, override, message):
+def test_a_number_or_a_boolean_of_yaml_1_1_is_refused_by_its_key(tmp_path, override, said):
     with pytest.raises(ValueError, match=r'^command line: ') as error:
         load('clothing_demo', override)
-    assert message in str(error.value)
+    assert f'{said} is a number or a boolean only in YAML 1.1; ' in str(error.value)
     section, key, value = *override.partition('=')[0].split('.'), override.partition('=')[2]
     file = tmp_path / 'file.yaml'
     file.write_text(f'base: {SMOKE / "clothing_demo.yaml"}\n{section}: {{{key}: {value}}}\n')
     with pytest.raises(ValueError, match=r'file\.yaml') as error:
         load_config(file)
-    assert message in str(error.value)
+    assert f'{said} is a number or a boolean only in YAML 1.1; ' in str(error.value)
 
 
-def test_a_recipe_of_recall_reads_numbers_alike():
-    with pytest.raises(ValueError, match=r"data\.pairs = '1:30' is a number only in YAML 1\.1"):
-        load_config(SMOKE.parent / 'small' / 'recall.yaml', ['data.pairs=1:30'], RecallConfig)
+def test_a_key_given_twice_is_refused():
+    with pytest.raises(ValueError, match='found duplicate key eps'):
+        load('clothing_demo', 'optim.args={eps: 1, eps: 2}')

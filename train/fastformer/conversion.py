@@ -84,8 +84,8 @@ class ConversionConfig(TextConfig):
     def model_schema() -> type:
         return text_model_schema(FastformerConversionConfig, RESERVED)
 
-    def check_model(self, keys: Sequence[str] = ()) -> dict[str, Any]:
-        return check_text_model(self.model, self.data.max_length, keys, FastformerConversionConfig, RESERVED)
+    def check_model(self) -> dict[str, Any]:
+        return check_text_model(self.model, self.data.max_length, FastformerConversionConfig, RESERVED)
 
 
 @dataclass(frozen=True)

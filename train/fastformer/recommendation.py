@@ -44,14 +44,14 @@ class RecommendationConfig(TextConfig):
     def model_schema() -> type:
         return text_model_schema(text_model='A language model for the texts: a folder, or a name on the hub.')
 
-    def check_model(self, keys: Sequence[str] = ()) -> dict[str, Any]:
+    def check_model(self) -> dict[str, Any]:
         rest = dict(self.model)
         text_model = rest.pop('text_model', None)
         if not isinstance(text_model, str | None):
             raise ValueError(f'expected model.text_model to be a folder or a name, got {text_model!r}')
         if text_model is not None and self.data.glove is not None:
             raise ValueError(f'expected data.glove to be null with model.text_model, got {self.data.glove!r}')
-        checked = check_text_model(rest, self.data.max_length, keys)
+        checked = check_text_model(rest, self.data.max_length)
         return checked if text_model is None else {**checked, 'text_model': text_model}
 
 

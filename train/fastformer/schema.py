@@ -10,8 +10,7 @@ from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
 from train.layers import as_yaml
 from train.model_section import check_arguments, described, meanings_of, supported
-from train.schema import Experiment, require
-from train.suggest import unknown
+from train.schema import Experiment, require, unknown
 
 RESERVED_KEYS = {
     'vocab_size': 'the training texts decide, up to data.vocab_size',
@@ -197,22 +196,18 @@ class TextConfig(Experiment):
         """Return the keys of the `model` section as a dataclass."""
         return text_model_schema()
 
-    def check_model(self, keys: Sequence[str] = ()) -> dict[str, Any]:
+    def check_model(self) -> dict[str, Any]:
         """Return the `model` section with its values in their types.
-
-        Args:
-            keys: Keys of the whole experiment, to suggest the nearest to an unknown one.
 
         Raises:
             ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
         """
-        return check_text_model(self.model, self.data.max_length, keys)
+        return check_text_model(self.model, self.data.max_length)
 
 
 def check_text_model(
     model: Mapping[str, Any],
     max_length: int,
-    keys: Sequence[str] = (),
     kind: type[FastformerConfig] = FastformerConfig,
     reserved: Mapping[str, str] = RESERVED_KEYS,
 ) -> dict[str, Any]:
@@ -220,7 +215,6 @@ def check_text_model(
 
     Args:
         max_length: Maximal tokens of a text.
-        keys: Keys of the whole experiment, to suggest the nearest to an unknown one.
         kind: That class, or the task's subclass of it, whose fields it may have too.
         reserved: Fields that are not for an experiment, and why.
 
@@ -229,7 +223,7 @@ def check_text_model(
     """
     for key in reserved.keys() & model.keys():
         raise ValueError(f'model.{key} = {model[key]!r} is not for an experiment: {reserved[key]}')
-    checked = check_arguments(model, text_model_schema(kind, reserved), keys)
+    checked = check_arguments(model, text_model_schema(kind, reserved))
     named = (
         ('preset', PRESETS, 'a preset'),
         ('encoder_mixer', ENCODERS, 'an encoder'),

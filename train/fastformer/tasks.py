@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers.training_args import OptimizerNames
 
 from aft_vision.fastformer import PRESETS
-from train.config import all_keys, build_config
+from train.config import build_config
 from train.fastformer.classification import ClassificationRun
 from train.fastformer.conversion import ConversionRun
 from train.fastformer.recommendation import RecommendationRun
@@ -16,7 +16,7 @@ from train.fastformer.schema import TextConfig
 from train.fastformer.summarization import SummarizationRun
 from train.layers import COMMAND_LINE, Layer, last_text, naming_sources, read_layers, typed_layers
 from train.model_section import leave_out
-from train.suggest import unknown
+from train.schema import unknown
 
 TASKS: dict[str, type[TextRun]] = {
     'classification': ClassificationRun,
@@ -39,11 +39,9 @@ def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextCon
         if not isinstance(task, str) or task not in TASKS:
             raise ValueError(unknown('task', task, TASKS, 'a task'))
         schema = TASKS[task].schema
-        arguments = schema.model_schema()
-        keys, layers = all_keys(schema, arguments), typed_layers(layers, schema, arguments)
-        layers = drop_for_preset(layers)
-        built = build_config(layers, schema, optimizers, keys)
-        return dataclasses.replace(built, model=built.check_model(keys))
+        layers = drop_for_preset(typed_layers(layers, schema, schema.model_schema()))
+        built = build_config(layers, schema, optimizers)
+        return dataclasses.replace(built, model=built.check_model())
 
 
 def drop_for_preset(layers: Sequence[Layer]) -> list[Layer]:
