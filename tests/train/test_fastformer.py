@@ -526,7 +526,7 @@ def test_test_texts_that_are_training_texts_too_are_counted(tmp_path, caplog):
 def test_test_texts_of_other_classes_are_an_error(pairs, tmp_path):
     other = tmp_path / 'other.jsonl'
     other.write_text('{"text": "a", "label": "one"}\n{"text": "b", "label": "two"}\n')
-    with pytest.raises(ValueError, match=r'of the 2 classes of training \(both, one\), got also two'):
+    with pytest.raises(ValueError, match=r"other\.jsonl, line 2, column 'label': expected one of both, one, got 'two'"):
         text_run(pairs, tmp_path, f'data.test_path={other}')
 
 
@@ -589,7 +589,7 @@ WRONG = {
         ('model.encoder_mixer=longformer model.attention_window=7', r'model: attention_window must be even, got 7'),
         ('data.bodies=docs.tsv', r"data\.bodies to be null except for mind_topic, got 'docs\.tsv'"),
         ('data.kind=mind', r"data\.kind = 'mind': .* expected one of .'amazon', 'jmars', 'acl_imdb', 'mind_topic'"),
-        ('data.text_columns=[]', r'data\.text_columns to be one column or several, or null, got \[\]'),
+        ('data.text_columns=[]', r'data\.text_columns to be one column or several, got \[\]'),
         ('data.tokenizer=bpe data.glove=glove.txt', r'data\.glove to be null with data\.tokenizer=bpe'),
         ('data.kind=ag_news data.text_columns=[title]', r'text_columns to be null except for table, hub, jmars, '),
         ('data.kind=ag_news data.label_column=topic', r'label_column to be null except for table, hub, jmars, '),
@@ -619,12 +619,12 @@ WRONG = {
         ('generate.beams=3', r"generate\.beams = 3: Key .* Did you mean: 'num_beams'"),
         ('model.max_target_positions=9', r'is not for an experiment: data\.max_summary_length says'),
         ('data.skip_lines=-1', r'data\.skip_lines to be at least 0, got -1'),
-        ('data.split_column=split data.test_path=x', r'data\.split_column to be null where other splits have'),
+        ('data.split_column=split data.test_path=x', r'data\.split_column to be null .* where other splits have'),
         ('data.kind=hub data.test_path=x', r"data\.test_path to be null for a data set of the hub, got 'x'"),
         ('data.hub_config=x', r"data\.hub_config to be null except for hub, got 'x'"),
         ('data.revision=x', r"data\.revision to be null for files, got 'x'"),
-        ('data.kind=pubmed data.summary_column=x', r'summary_column to be summary except for table and hub'),
-        ('data.kind=pubmed data.text_columns=[x]', r'data\.text_columns to be \[text\] except for table and hub'),
+        ('data.kind=pubmed data.summary_column=x', r'summary_column to be summary except for table, hub'),
+        ('data.kind=pubmed data.text_columns=[x]', r'data\.text_columns to be \[text\] except for table, hub'),
     ],
 }
 

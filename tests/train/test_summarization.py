@@ -15,7 +15,6 @@ from text_runs import assert_goes_on_to_the_same_weights
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, DataCollatorForSeq2Seq, GenerationConfig
 
 from aft_vision.fastformer import FastformerForSequenceClassification
-from aft_vision.fastformer.data import SUMMARY_READERS
 from aft_vision.fastformer.rouge import ROUGES, rouge
 from aft_vision.fastformer.summarize import summarize
 from aft_vision.fastformer.tokenize import train_tokenizer
@@ -262,18 +261,24 @@ def test_a_headline_is_neither_read_nor_led_with(tmp_path):
     assert run.lead_3('test')['rouge1'] == pytest.approx(2 * 4 / (4 + 6))
 
 
-def test_a_data_set_of_the_hub_brings_its_parts(monkeypatch):
+@pytest.mark.parametrize(
+    ('kind', 'name', 'config', 'summary'),
+    [
+        ('cnn_dailymail', 'abisee/cnn_dailymail', '3.0.0', 'highlights'),
+        ('pubmed', 'ccdv/pubmed-summarization', 'document', 'abstract'),
+    ],
+)
+def test_a_data_set_of_the_hub_brings_its_parts(monkeypatch, kind, name, config, summary):
     asked = []
 
-    def load(path, split, load_options, sample=None, **options):
-        asked.append((path, split, load_options, sample))
-        return Dataset.from_dict({'text': [split], 'summary': ['s']})
+    def load(name, config, split, revision):
+        asked.append((name, config, split, revision))
+        return Dataset.from_dict({'article': [split] * 5, summary: ['s'] * 5, 'id': ['x'] * 5})
 
-    monkeypatch.setitem(SUMMARY_READERS, 'pubmed', load)
-    config = load_text_config(SMOKE, ['data.kind=pubmed', 'data.path=""', 'data.revision=abc', 'data.max_texts=3'])
-    parts = read_splits(config.data)
-    assert [part['text'][0] for part in parts.values()] == ['train', 'validation', 'test']
-    assert asked == [(None, split, {'revision': 'abc'}, 3 if split == 'train' else None) for split in parts]
+    monkeypatch.setattr('aft_vision.fastformer.data.summaries.load_dataset', load)
+    parts = read(Path(), f'data.kind={kind}', 'data.path=""', 'data.revision=abc', 'data.max_texts=3')
+    assert [(part['text'][0], len(part)) for part in parts.values()] == [('train', 3), ('validation', 5), ('test', 5)]
+    assert asked == [(name, config, split, 'abc') for split in parts]
 
 
 def test_a_model_of_shorter_texts_is_an_error(trained, first_words, tmp_path):

@@ -1,12 +1,12 @@
 """Text classification (Fastformer Table 4)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from datasets import Dataset, DatasetDict, get_dataset_split_names
+from datasets import Dataset, DatasetDict
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import (
     AutoModelForSequenceClassification,
@@ -17,29 +17,21 @@ from transformers import (
     Trainer,
 )
 
-from aft_vision.data.ranges import within
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
-from aft_vision.fastformer.data.files import MissingColumnsError
-from aft_vision.fastformer.data.splits import report_shared
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig, TextData, name_keys
+from train.fastformer.schema import TextConfig
+from train.fastformer.texts import TableData, read_own_and_drawn
 from train.fastformer.trainer import TextTrainer
-from train.schema import require
+from train.layers import as_yaml
 
-# The kinds of data that these keys are for.
-KINDS_OF_KEY = {
-    'text_columns': ('table', 'hub', 'jmars', 'mind_topic'),
-    'label_column': ('table', 'hub', 'jmars', 'acl_imdb'),
-    'bodies': ('mind_topic',),
-    'hub_config': ('hub',),
-    'revision': ('hub',),
-}
+# Kinds whose classes are the values found.
+FOUND_CLASSES = ('table', 'hub', 'mind_topic')
 
 
 @dataclass(frozen=True)
-class ClassificationData(TextData):
-    """Texts with their classes: the fields of `TextData`, and these.
+class ClassificationData(TableData):
+    """Texts with their classes: the fields of `TableData`, and these.
 
     Attributes:
         kind: A name of `READERS`: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that
@@ -49,41 +41,32 @@ class ClassificationData(TextData):
             train, dev and test.
         test_path: A separate file of test texts, which may lack classes; not for `hub`. None uses the test texts of
             `acl_imdb`, or of a `hub` data set that has them, and splits off others.
-        hub_config: For `hub`: the configuration, if there are several.
-        revision: For `hub`: such as `refs/convert/parquet`.
         bodies: For `mind_topic`: docs.tsv with the bodies of the news; None for title and abstract.
         text_columns: Columns of `table`, `hub`, `jmars` and `mind_topic`; several are joined. None means text, text,
             review, and title and abstract or `bodies`.
         label_column: Column of `table`, `hub`, `jmars` and `acl_imdb`. None means label, label, rating, sentiment.
         drop_incomplete: Leave out rows whose label, or text of all columns, is missing, null, NaN or blank; otherwise
             they are errors, except a blank text.
-        max_texts: Number of texts of `path` to draw by `split_seed`; None for all.
         test_share, valid_share: Shares of the texts, stratified by class, if the data set has no such split. A data set
             of the hub may have both.
-        bucket: Batch texts of similar length, which need less padding.
     """
 
+    kinds_of_key = {  # noqa: RUF012
+        'text_columns': ('table', 'hub', 'jmars', 'mind_topic'),
+        'label_column': ('table', 'hub', 'jmars', 'acl_imdb'),
+        'bodies': ('mind_topic',),
+        'hub_config': ('hub',),
+    }
+
     kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind_topic', 'ag_news', 'table', 'hub'] = 'table'
-    test_path: str | None = None
-    hub_config: str | None = None
-    revision: str | None = None
     bodies: str | None = None
     text_columns: list[str] | None = None
     label_column: str | None = None
-    drop_incomplete: bool = False
-    max_texts: int | None = within('[1, inf)', None, 'texts')
-    bucket: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        columns = self.text_columns is None or bool(self.text_columns)
-        require('data.text_columns', self.text_columns, columns, 'one column or several, or null')
-        # It would be read as another data set, with the configuration and revision of this one.
-        own = self.test_path is None or self.kind != 'hub'
-        require('data.test_path', self.test_path, own, 'null for a data set of the hub')
-        for name, kinds in KINDS_OF_KEY.items():
-            value = getattr(self, name)
-            require(f'data.{name}', value, value is None or self.kind in kinds, f'null except for {", ".join(kinds)}')
+    def own_splits(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        if self.kind == 'acl_imdb':
+            return {'test': (self.test_path or self.path, {'split': 'test'})}
+        return super().own_splits()
 
 
 @dataclass(frozen=True)
@@ -155,74 +138,30 @@ def classification_metrics(prediction: EvalPrediction) -> dict[str, float]:
 def read_splits(data: ClassificationData) -> DatasetDict:
     """Read the splits `train`, `validation` and `test`, with columns `text` and `label`.
 
-    A split that comes with the data set, or has a file of its own, stays whole: its texts that are also in training are
-    counted and logged.
-
     Raises:
-        ValueError: a file is missing, damaged or of another layout, or has too few texts to divide; a
-            validation or test split that comes with the data set, or has a file of its own, has a class that the
-            training texts lack.
+        ValueError: as `read_own_and_drawn`; a validation or test split with its own data has a class that the training
+            texts lack.
     """
-    train = read_texts(data, data.path, sample=data.max_texts, seed=data.split_seed)
-    own = own_splits(data)
-    shares, splits = data.drawn_shares(own), DatasetDict({'train': train})
-    if len(shares) > 1:
+    reader: Any = READERS[data.kind]
+    options = data.reader_options(text=data.text_columns, label=data.label_column, docs=data.bodies)
+
+    def read(path: str, train: Dataset | None, **more: Any) -> Dataset:
+        if train is not None and data.kind in FOUND_CLASSES:
+            # Numbered as in training; a split may lack some.
+            more['label_names'] = train.features['label'].names
+        return reader(path, **options, **more)
+
+    def divide(train: Dataset, shares: Mapping[str, float]) -> DatasetDict:
         try:
-            splits = split_dataset(train, data.split_seed, shares, rare_to_first=True)
+            return split_dataset(train, data.split_seed, shares, rare_to_first=True)
         except ValueError as error:
             raise ValueError(f'{data.path}: {error}; see {_name_division(data, shares)}') from error
-    for split, (path, options) in own.items():
-        splits[split] = _with_classes(read_texts(data, path, **options), train, split)
-        report_shared(splits, split)
-    return splits
 
-
-def _with_classes(dataset: Dataset, train: Dataset, split: str) -> Dataset:
-    """Number the classes of a split, which may lack some, as the training texts do."""
-    own, numbers = dataset.features['label'].names, label_maps(train)['label2id']
-    if own == list(numbers):
-        return dataset
-    others = [own[label] for label in sorted(dataset.unique('label')) if own[label] not in numbers]
-    if others:
-        raise ValueError(
-            f'expected {split} texts of the {len(numbers)} classes of training ({_some(list(numbers))}), got also '
-            f'{_some(others)}'
-        )
-    columns = {'text': dataset['text'][:], 'label': [numbers[own[label]] for label in dataset['label'][:]]}
-    return Dataset.from_dict(columns, features=train.features)
-
-
-def _some(names: Sequence[str]) -> str:
-    return f'{", ".join(names[:5]):.200}{", ..." if len(names) > 5 else ""}'
+    return read_own_and_drawn(data, read, divide)
 
 
 def _name_division(data: ClassificationData, drawn: Collection[str]) -> str:
     """Return the keys that decide which texts the drawn splits get, with their values."""
-    shares = {'test': 'test_share', 'validation': 'valid_share'}
-    keys = ['label_column'] if data.kind in KINDS_OF_KEY['label_column'] else []
-    keys += [key for split, key in shares.items() if split in drawn]
-    return ', '.join(f'data.{key}={"null" if (value := getattr(data, key)) is None else value}' for key in keys)
-
-
-def own_splits(data: ClassificationData) -> dict[str, tuple[str, dict[str, str]]]:
-    """Return the splits with their own data: their path, and the options of their reader."""
-    if data.kind == 'acl_imdb':
-        return {'test': (data.test_path or data.path, {'split': 'test'})}
-    if data.kind != 'hub':
-        return {} if data.test_path is None else {'test': (data.test_path, {})}
-    splits = get_dataset_split_names(data.path, data.hub_config, revision=data.revision)
-    return {split: (data.path, {'split': split}) for split in ('validation', 'test') if split in splits}
-
-
-def read_texts(data: ClassificationData, path: str, **options: Any) -> Dataset:
-    """Read one file, folder or data set with the options of `data`."""
-    chosen = {'text': data.text_columns, 'label': data.label_column, 'docs': data.bodies, 'config': data.hub_config}
-    options |= {name: value for name, value in chosen.items() if value is not None}
-    if data.revision is not None:
-        options['load_options'] = {'revision': data.revision}
-    reader: Any = READERS[data.kind]
-    try:
-        return reader(path, drop_incomplete=data.drop_incomplete, **options)
-    except MissingColumnsError as error:
-        keys = [key for key in ('text_columns', 'label_column') if data.kind in KINDS_OF_KEY[key]]
-        raise name_keys(error, keys) from error
+    keys = ['label_column'] if data.kind in data.kinds_of_key['label_column'] else []
+    keys += [key for split, key in (('test', 'test_share'), ('validation', 'valid_share')) if split in drawn]
+    return ', '.join(f'data.{key}={as_yaml(getattr(data, key))}' for key in keys)

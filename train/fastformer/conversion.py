@@ -21,8 +21,7 @@ from aft_vision.fastformer.data.behaviors import (
 from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
 from aft_vision.fastformer.pooled_metrics import POOLED_METRICS, pooled_metrics
 from train.fastformer.run import TextRun
-from train.fastformer.schema import RESERVED_KEYS, TextConfig, TextData, check_text_model, text_model_schema
-from train.schema import require
+from train.fastformer.schema import RESERVED_KEYS, TextConfig, TextData
 
 READERS: dict[str, Any] = {
     'json': read_behaviors,
@@ -59,6 +58,8 @@ class ConversionData(TextData):
         min_frequency: Minimal number of distinct training texts with a word.
     """
 
+    kinds_of_key = {'drop_missing': ('mind',)}  # noqa: RUF012
+
     kind: Literal['json', 'mind', 'movielens', 'alimama'] = 'json'
     max_length: int = within('[1, inf)', 48, 'tokens')
     drop_missing: bool = False
@@ -67,25 +68,16 @@ class ConversionData(TextData):
     division: Literal['random', 'last', 'user'] | None = None
     max_behaviors: int = within('[1, inf)', 50, 'behaviours')
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_allowed = not self.drop_missing or self.kind == 'mind'
-        require('data.drop_missing', self.drop_missing, is_allowed, 'false except for mind')
-
 
 @dataclass(frozen=True)
 class ConversionConfig(TextConfig):
     """One experiment with ads; `model` may also have `head_hidden_size`, the width of the network on user and ad."""
 
+    model_config = FastformerConversionConfig
+    reserved = RESERVED
+
     task: str = 'conversion'
     data: ConversionData = field(default_factory=ConversionData)
-
-    @staticmethod
-    def model_schema() -> type:
-        return text_model_schema(FastformerConversionConfig, RESERVED)
-
-    def check_model(self) -> dict[str, Any]:
-        return check_text_model(self.model, self.data.max_length, FastformerConversionConfig, RESERVED)
 
 
 @dataclass(frozen=True)
@@ -164,8 +156,7 @@ def read_splits(data: ConversionData, table: BehaviorTable) -> DatasetDict:
         options = {'drop_missing': data.drop_missing} if data.kind == 'mind' else {}
         return READERS[data.kind](path, table, data.max_behaviors, **options)
 
-    paths = {'validation': data.valid_path, 'test': data.test_path}
-    own = {name: path for name, path in paths.items() if path is not None}
+    own = data.own_paths()
     shares, whole = data.drawn_shares(own), read(data.path)
     splits = DatasetDict({'train': whole})
     if len(shares) > 1:

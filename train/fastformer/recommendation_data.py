@@ -11,8 +11,7 @@ from aft_vision.data.ranges import within
 from aft_vision.fastformer.data.impressions import Behaviors, split_impressions
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import read_movielens
-from train.fastformer.schema import TextData
-from train.schema import require
+from train.fastformer.schema import OWN_PATHS, TextData
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +37,13 @@ class RecommendationData(TextData):
         ensemble: With --eval, also rank by the mean scores of all seeds.
     """
 
+    kinds_of_key = {  # noqa: RUF012
+        **dict.fromkeys(
+            ('valid_path', 'test_path', 'drop_missing', 'text_columns', 'test_share', 'valid_share'), ('mind',)
+        ),
+        'shown': ('movielens',),
+    }
+
     kind: Literal['mind', 'movielens'] = 'mind'
     max_length: int = within('[1, inf)', 48, 'tokens')
     valid_path: str | None = None
@@ -49,19 +55,6 @@ class RecommendationData(TextData):
     max_impressions: int | None = within('[1, inf)', None, 'impressions')
     max_behaviors: int = within('[1, inf)', 50, 'clicks')
     ensemble: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ('valid_path', 'test_path'):
-            path = getattr(self, name)
-            require(f'data.{name}', path, path is None or self.kind == 'mind', 'null except for mind')
-        mind, columns = self.kind == 'mind', self.text_columns
-        require('data.drop_missing', self.drop_missing, mind or not self.drop_missing, 'false except for mind')
-        require('data.text_columns', columns, mind or columns == ['title'], '[title] except for mind')
-        require('data.shown', self.shown, not mind or self.shown == 99, '99 except for movielens')
-        for name in ('test_share', 'valid_share'):
-            share = getattr(self, name)
-            require(f'data.{name}', share, mind or share == 0.1, '0.1 except for mind')
 
 
 def read_splits(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
@@ -82,8 +75,7 @@ def read_splits(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
 
 
 def _read_mind(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
-    folders = {'train': data.path, 'validation': data.valid_path, 'test': data.test_path}
-    given = {split: folder for split, folder in folders.items() if folder is not None}
+    given = {'train': data.path, **data.own_paths()}
     news = read_mind_news(list(given.values()), data.text_columns)
     splits = {
         split: read_mind_behaviors(folder, news.rows, data.max_behaviors, data.drop_missing)
@@ -95,7 +87,7 @@ def _read_mind(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
     if len(shares) > 1:
         drawn = split_impressions(splits['train'], [*shares.values()], data.split_seed)
         splits |= zip(shares, drawn, strict=True)
-    return news, {split: splits[split] for split in folders}
+    return news, {split: splits[split] for split in ('train', *OWN_PATHS)}
 
 
 def _report_shared(splits: Mapping[str, Behaviors], split: str) -> None:

@@ -1,8 +1,8 @@
 """The sections and keys shared by the experiments of all tasks; each task adds keys to `data`."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from typing import Any, ClassVar, Literal
 
 from transformers.activations import ACT2FN
 
@@ -20,6 +20,8 @@ RESERVED_KEYS = {
         ('pad_token_id', 'bos_token_id', 'eos_token_id', 'decoder_start_token_id'), 'the tokenizer decides its tokens'
     ),
 }
+# Keys of `data` that name separate files, or folders, of a split.
+OWN_PATHS = {'validation': 'valid_path', 'test': 'test_path'}
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class TextData:
         num_workers: Loading processes; 0 loads in the training process.
     """
 
+    # Kinds of data that a key is for, if it is not for all; for others it keeps its default.
+    kinds_of_key: ClassVar[dict[str, tuple[str, ...]]] = {}
+
     kind: str = ''
     path: str = ''
     test_share: float = within('(0, 1)', 0.1)
@@ -66,6 +71,16 @@ class TextData:
         require('data.glove', self.glove, words, 'null with data.tokenizer=bpe, whose pieces are not words')
         both = self.test_share + self.valid_share
         require('data.test_share + data.valid_share', both, both < 1, 'below 1')
+        for key in fields(self):
+            kinds, value = self.kinds_of_key.get(key.name, ()), getattr(self, key.name)
+            default = key.default if key.default_factory is MISSING else key.default_factory()
+            valid = not kinds or self.kind in kinds or value == default
+            require(f'data.{key.name}', value, valid, f'{as_yaml(default)} except for {", ".join(kinds)}')
+
+    def own_paths(self) -> dict[str, str]:
+        """Return the paths of the splits that have one of their own."""
+        paths = {split: getattr(self, key, None) for split, key in OWN_PATHS.items()}
+        return {split: path for split, path in paths.items() if path is not None}
 
     def drawn_shares(self, own: Collection[str]) -> dict[str, float]:
         """Return the shares of `train` and of the splits to draw from it: those without data of their own."""
@@ -181,6 +196,10 @@ class TextConfig(Experiment):
         task: A name of `tasks.TASKS`, which decides the rest.
     """
 
+    # The configuration of the task's model, whose fields `model` may have, except the reserved ones.
+    model_config: ClassVar[type[FastformerConfig]] = FastformerConfig
+    reserved: ClassVar[Mapping[str, str]] = RESERVED_KEYS
+
     task: str = 'classification'
     model: dict[str, Any] = field(default_factory=dict)
     data: TextData = field(default_factory=TextData)
@@ -191,10 +210,10 @@ class TextConfig(Experiment):
     def __post_init__(self) -> None:
         self.check_batch_size(1)
 
-    @staticmethod
-    def model_schema() -> type:
+    @classmethod
+    def model_schema(cls) -> type:
         """Return the keys of the `model` section as a dataclass."""
-        return text_model_schema()
+        return text_model_schema(cls.model_config, cls.reserved)
 
     def check_model(self) -> dict[str, Any]:
         """Return the `model` section with its values in their types.
@@ -202,7 +221,7 @@ class TextConfig(Experiment):
         Raises:
             ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
         """
-        return check_text_model(self.model, self.data.max_length)
+        return check_text_model(self.model, self.data.max_length, self.model_config, self.reserved)
 
 
 def check_text_model(
@@ -291,8 +310,3 @@ def text_model_config(
         ValueError: values that exclude each other.
     """
     return kind(**{**stated_model(model), 'max_position_embeddings': max_length, **more})
-
-
-def name_keys(error: ValueError, keys: Sequence[str]) -> ValueError:
-    """Return an error about missing columns with the keys of `data` that name columns, if there are any."""
-    return ValueError(f'{error}; see {", ".join(f"data.{key}" for key in keys)}' if keys else str(error))

@@ -1,23 +1,27 @@
 """Data of the summarisation task, and options of generation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from datasets import Dataset, DatasetDict, get_dataset_split_names
+from datasets import Dataset, DatasetDict
 
 from aft_vision.data.ranges import check_ranges, within
-from aft_vision.fastformer.data import SUMMARY_READERS, split_summaries
-from aft_vision.fastformer.data.files import MissingColumnsError
-from aft_vision.fastformer.data.splits import report_shared
-from train.fastformer.schema import TextData, name_keys
-from train.layers import as_yaml
+from aft_vision.fastformer.data import read_hub_summaries, read_summaries, split_summaries
+from train.fastformer.schema import OWN_PATHS
+from train.fastformer.texts import TableData, read_own_and_drawn
 from train.schema import require
+
+# Data sets of the hub: name, configuration, and the columns of text and summary.
+PUBLISHED = {
+    'cnn_dailymail': ('abisee/cnn_dailymail', '3.0.0', 'article', 'highlights'),
+    'pubmed': ('ccdv/pubmed-summarization', 'document', 'article', 'abstract'),
+}
 
 
 @dataclass(frozen=True)
-class SummarizationData(TextData):
-    """Texts with their summaries: the fields of `TextData`, and these.
+class SummarizationData(TableData):
+    """Texts with their summaries: the fields of `TableData`, and these.
 
     Attributes:
         kind: `cnn_dailymail` or `pubmed`, from the hub or, with `path`, from a file; `table` (any CSV, TSV, JSON or
@@ -29,60 +33,45 @@ class SummarizationData(TextData):
             to splits that a data set of the hub lacks.
         text_columns: Columns of `table` and `hub`; several are joined.
         summary_column: Column of `table` and `hub`.
-        hub_config: For `hub`: the configuration, if there are several.
-        revision: For the hub: such as `refs/convert/parquet`.
         drop_incomplete: Leave out rows with a blank text or summary, which are errors otherwise.
         skip_lines: Leading lines to remove from each text, such as a headline; blank lines do not count.
         max_texts: Number of training texts to draw by `split_seed`, before splits are drawn; None for all.
         tokenizer: `nltk` or `wordpunct` words, or byte pairs; only byte pairs keep spaces and line ends.
         vocab_size: Maximal size of the vocabulary, including special tokens, for texts and summaries.
         max_summary_length: Tokens of a summary, including the end token.
-        bucket: Batch texts of similar length, which need less padding.
     """
+
+    kinds_of_key = {  # noqa: RUF012
+        **dict.fromkeys(('text_columns', 'summary_column'), ('table', 'hub')),
+        'hub_config': ('hub',),
+    }
 
     kind: Literal['cnn_dailymail', 'pubmed', 'table', 'hub'] = 'table'
     tokenizer: Literal['nltk', 'wordpunct', 'bpe'] = 'bpe'
     lowercase: bool = False
     batch_size: int = within('[1, inf)', 32, 'examples')
     valid_path: str | None = None
-    test_path: str | None = None
     split_column: str | None = None
     text_columns: list[str] = field(default_factory=lambda: ['text'])
     summary_column: str = 'summary'
-    hub_config: str | None = None
-    revision: str | None = None
-    drop_incomplete: bool = False
     skip_lines: int = within('[0, inf)', 0, 'lines')
-    max_texts: int | None = within('[1, inf)', None, 'texts')
     max_summary_length: int = within('[2, inf)', 128, 'tokens')
-    bucket: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require('data.text_columns', self.text_columns, bool(self.text_columns), 'one column or several')
-        for name, initial, kinds in (
-            ('text_columns', ['text'], ('table', 'hub')),
-            ('summary_column', 'summary', ('table', 'hub')),
-            ('hub_config', None, ('hub',)),
-        ):
-            value, valid = getattr(self, name), f'{as_yaml(initial)} except for {" and ".join(kinds)}'
-            require(f'data.{name}', value, value == initial or self.kind in kinds, valid)
-        require('data.revision', self.revision, self.revision is None or self.is_remote, 'null for files')
-        for name in ('valid_path', 'test_path', 'split_column'):
-            value = getattr(self, name)
-            require(f'data.{name}', value, value is None or not self.is_remote, 'null for a data set of the hub')
-        files = self.split_column is None or (self.valid_path is None and self.test_path is None)
-        require('data.split_column', self.split_column, files, 'null where other splits have files of their own')
+        column, is_alone = self.split_column, not self.own_paths() and not self.is_remote
+        wanted = 'null for a data set of the hub, and where other splits have files of their own'
+        require('data.split_column', column, column is None or is_alone, wanted)
 
     @property
     def is_remote(self) -> bool:
-        """Return True if the data set is one of the hub."""
-        return self.kind == 'hub' or (self.kind != 'table' and not self.path)
+        return self.kind == 'hub' or (self.kind in PUBLISHED and not self.path)
 
-    @property
-    def has_splits(self) -> bool:
-        """Return True if `path` holds more than texts of training, each row in a named split."""
-        return self.is_remote or self.split_column is not None
+    def own_splits(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        # Those of the published data sets are known, and those of a column are all expected.
+        if self.split_column is not None or (self.is_remote and self.kind in PUBLISHED):
+            return {split: (self.path, {'split': split}) for split in OWN_PATHS}
+        return super().own_splits()
 
 
 @dataclass(frozen=True)
@@ -113,51 +102,23 @@ class Generation:
 def read_splits(data: SummarizationData) -> DatasetDict:
     """Read the splits `train`, `validation` and `test`, with columns `text` and `summary`.
 
-    Texts of a split with its own data that are also in training are counted and logged.
-
     Raises:
-        ValueError: a file is not named, missing, damaged or of another layout.
+        ValueError: as `read_own_and_drawn`, or a file is not named.
     """
     source = {'table': 'a file', 'hub': 'the name of a data set'}.get(data.kind)
     require('data.path', data.path, source is None or bool(data.path), f'{source} where data.kind is {data.kind}')
-    sample = dict(sample=data.max_texts, seed=data.split_seed)
-    own = own_splits(data)
-    train = read_texts(data, data.path, **({'split': 'train'} if data.has_splits else {}), **sample)
-    shares, splits = data.drawn_shares(own), DatasetDict({'train': train})
-    if len(shares) > 1:
-        splits = split_summaries(train, data.split_seed, shares)
-    for split, (path, options) in own.items():
-        splits[split] = read_texts(data, path, **options)
-        report_shared(splits, split)
-    return splits
+    published = PUBLISHED.get(data.kind)
+    columns = published[2:] if published else (data.text_columns, data.summary_column)
+    split = {} if data.split_column is None else {'split': 'train', 'split_column': data.split_column}
+    options = data.reader_options(text=columns[0], summary=columns[1], skip_lines=data.skip_lines, **split)
 
+    def read(path: str, train: Dataset | None, **more: Any) -> Dataset:
+        if not data.is_remote:
+            return read_summaries(path, **{**options, **more})
+        name, config = published[:2] if published else (path, data.hub_config)
+        return read_hub_summaries(name, **{**options, 'config': config, **more})
 
-def own_splits(data: SummarizationData) -> dict[str, tuple[str, dict[str, str]]]:
-    """Return the splits with their own data: their path, and the options of their reader."""
-    if not data.has_splits:
-        paths = {'validation': data.valid_path, 'test': data.test_path}
-        return {split: (path, {}) for split, path in paths.items() if path is not None}
-    # Those of the published data sets are known, and those of a column are all expected.
-    splits: Sequence[str] = ('validation', 'test')
-    if data.kind == 'hub':
-        splits = get_dataset_split_names(data.path, data.hub_config, revision=data.revision)
-    return {split: (data.path, {'split': split}) for split in ('validation', 'test') if split in splits}
+    def divide(train: Dataset, shares: Mapping[str, float]) -> DatasetDict:
+        return split_summaries(train, data.split_seed, shares)
 
-
-def read_texts(data: SummarizationData, path: str, **options: Any) -> Dataset:
-    """Read one file or split of a data set with the options of `data`."""
-    options |= {'drop_incomplete': data.drop_incomplete, 'skip_lines': data.skip_lines}
-    if data.kind in ('table', 'hub'):
-        options |= {'text': list(data.text_columns), 'summary': data.summary_column}
-    if data.is_remote and data.revision is not None:
-        options['load_options'] = {'revision': data.revision}
-    if data.kind == 'hub':
-        options['config'] = data.hub_config
-    if data.split_column is not None:
-        options['split_column'] = data.split_column
-    try:
-        return SUMMARY_READERS[data.kind](path or None, **options)
-    except MissingColumnsError as error:
-        keys = ['text_columns', 'summary_column'] if data.kind in ('table', 'hub') else []
-        keys += [] if data.split_column is None else ['split_column']
-        raise name_keys(error, keys) from error
+    return read_own_and_drawn(data, read, divide)

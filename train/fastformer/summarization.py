@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from aft_vision.fastformer import FastformerForConditionalGeneration
-from aft_vision.fastformer.data import tokenize_summaries
+from aft_vision.fastformer.data import tokenize_dataset
 from aft_vision.fastformer.rouge import ROUGES, lead, rouge, rouge_of_each
 from aft_vision.fastformer.summarize import decode
 from train.fastformer.run import TextRun
@@ -82,7 +82,8 @@ class SummarizationRun(TextRun):
 
     def examples(self, split: str, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         data = self.config.data
-        return tokenize_summaries(self.splits[split], tokenizer, data.max_length, data.max_summary_length)
+        most = data.max_summary_length
+        return tokenize_dataset(self.splits[split], tokenizer, data.max_length, max_summary_length=most)
 
     def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         return {

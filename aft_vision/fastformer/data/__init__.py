@@ -1,21 +1,12 @@
 """Texts with labels, summaries or impressions: readers of the published formats and of tables, splits, tokens."""
 
-from typing import Any
-
 from aft_vision.fastformer.data.batches import tokenize_dataset
 from aft_vision.fastformer.data.mind import read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import read_movielens
 from aft_vision.fastformer.data.news import read_ag_news, read_mind_topic
 from aft_vision.fastformer.data.reviews import read_acl_imdb, read_amazon, read_jmars
 from aft_vision.fastformer.data.splits import split_dataset
-from aft_vision.fastformer.data.summaries import (
-    read_cnn_dailymail,
-    read_hub_summaries,
-    read_pubmed,
-    read_summaries,
-    split_summaries,
-    tokenize_summaries,
-)
+from aft_vision.fastformer.data.summaries import read_hub_summaries, read_summaries, split_summaries
 from aft_vision.fastformer.data.table import from_dataset, label_maps, read_hub, read_table
 
 # Readers of labelled texts by data.kind, the name of the function without `read_`.
@@ -28,34 +19,3 @@ READERS = {
     'table': read_table,
     'hub': read_hub,
 }
-SUMMARY_READERS: dict[str, Any] = {
-    'cnn_dailymail': read_cnn_dailymail,
-    'pubmed': read_pubmed,
-    'table': read_summaries,
-    'hub': read_hub_summaries,
-}
-
-__all__ = [
-    'READERS',
-    'SUMMARY_READERS',
-    'from_dataset',
-    'label_maps',
-    'read_acl_imdb',
-    'read_ag_news',
-    'read_amazon',
-    'read_cnn_dailymail',
-    'read_hub',
-    'read_hub_summaries',
-    'read_jmars',
-    'read_mind_behaviors',
-    'read_mind_news',
-    'read_mind_topic',
-    'read_movielens',
-    'read_pubmed',
-    'read_summaries',
-    'read_table',
-    'split_dataset',
-    'split_summaries',
-    'tokenize_dataset',
-    'tokenize_summaries',
-]

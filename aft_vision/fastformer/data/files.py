@@ -1,6 +1,8 @@
 """Lines and records of plain or compressed files; errors name line and column.
 
-Python's own csv and json read them: pandas fills short rows of a CSV silently and names no line of a damaged JSON file.
+Python's own csv and json read them. `datasets.load_dataset` leaves short rows of a CSV and a second column of the same
+name without a word, makes timestamps of texts that are dates, counts the line of damaged JSON from the start of a block
+within the file, and copies each file to a cache.
 """
 
 import bz2
@@ -215,19 +217,14 @@ def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) ->
             if line.strip() or delimiter in line:
                 yield number, line.rstrip('\r\n').split(delimiter)
         return
-    reader = csv.reader((line for _, line in read_text_lines(path, encoding)), delimiter=delimiter, strict=True)
-    number = 1
-    while True:
-        # The limit is one of the process, in which other readers may be open.
-        limit = csv.field_size_limit(LARGEST_FIELD)
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            raise ValueError(f'{path}, line {number}: not a CSV with {delimiter!r} between columns: {error}') from error
-        finally:
-            csv.field_size_limit(limit)
-        if row is None:
-            return
-        if row:
-            yield number, row
-        number = reader.line_num + 1
+    # csv's own limit of 128 KiB is shorter than some texts.
+    csv.field_size_limit(LARGEST_FIELD)
+    lines = (line for _, line in read_text_lines(path, encoding))
+    reader, number = csv.reader(lines, delimiter=delimiter, strict=True), 1
+    try:
+        for row in reader:
+            if row:
+                yield number, row
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f'{path}, line {number}: not a CSV with {delimiter!r} between columns: {error}') from error

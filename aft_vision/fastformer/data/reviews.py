@@ -9,12 +9,10 @@ from typing import Any
 from datasets import Dataset
 
 from aft_vision.fastformer.data.files import Record, missing_columns, read_json
-from aft_vision.fastformer.data.table import collect
+from aft_vision.fastformer.data.table import collect, name_columns
 
 AMAZON_RATINGS = tuple('12345')
 IMDB_RATINGS = tuple(map(str, range(1, 11)))
-# Text, rating and title, in the files of 2014 and 2018, and in those of 2023.
-AMAZON_COLUMNS = (('reviewText', 'overall', 'summary'), ('text', 'rating', 'title'))
 SENTIMENTS = ('neg', 'pos')
 # No review of aclImdb is rated 5 or 6.
 ACL_RATINGS = (*'1234', *'78', '9', '10')
@@ -22,25 +20,20 @@ ACL_NAME = re.compile(r'(\d+)_(\d+)\.txt')
 NOT_JMARS = 'aclImdb is the binary IMDB, not IMDB-10; read_acl_imdb reads it'
 
 
-def read_amazon(path: str | Path, with_title: bool = False, **options: Any) -> Dataset:
+def read_amazon(path: str | Path, **options: Any) -> Dataset:
     """Read Amazon's reviews, five classes: `reviews_Electronics_5.json.gz` and its like, or the files of 2023.
 
     Args:
         path: JSON lines with `reviewText` and `overall` (2014, 2018), or `text` and `rating` (2023).
-        with_title: Put the title (`summary` or `title`) before the text.
         options: `sample`, `seed` and `drop_incomplete`, as `table.collect` takes them; the paper's 50,000 reviews are
             `sample=50_000`.
 
     Raises:
         ValueError: the file is damaged or of another layout; names line and column.
     """
-    first, records = _peek(Path(path))
-    for text, rating, title in AMAZON_COLUMNS:
-        if rating in first.values:
-            columns = [title, text] if with_title else [text]
-            return collect(records, columns, rating, AMAZON_RATINGS, **options)
-    expected = [' or '.join(names) for names in zip(*AMAZON_COLUMNS, strict=True)][:2]
-    raise missing_columns(first.place, expected, list(first.values))
+    first, records = _peek(path)
+    text, rating = ('text', 'rating') if 'rating' in first.values else ('reviewText', 'overall')
+    return collect(records, [text], rating, AMAZON_RATINGS, **options)
 
 
 def read_jmars(
@@ -51,15 +44,14 @@ def read_jmars(
     Args:
         text: The key of the review, or several whose texts are joined by a space.
         label: The key of its rating, 1 to 10.
-        options: `sample`, `seed` and `drop_incomplete` (for reviews without a rating), as `table.collect` takes them.
+        options: As `read_amazon` takes them.
 
     Raises:
         ValueError: the file is damaged or of another layout, or it is aclImdb, which has two classes.
     """
-    path, columns = Path(path), [text] if isinstance(text, str) else list(text)
-    if path.is_dir():
+    if Path(path).is_dir():
         raise ValueError(f'expected the data.json of JMARS, got the folder {path}; {NOT_JMARS}')
-    first, records = _peek(path)
+    (first, records), columns = _peek(path), name_columns(text)
     if not {*columns, label} <= first.values.keys():
         raise ValueError(f'{missing_columns(first.place, [*columns, label], list(first.values))}; {NOT_JMARS}')
     dataset = collect(records, columns, label, IMDB_RATINGS, **options)
@@ -76,22 +68,18 @@ def read_acl_imdb(folder: str | Path, split: str = 'train', label: str = 'sentim
     Args:
         split: `train` or `test`.
         label: `sentiment`: neg and pos. `rating`: 1 to 4 and 7 to 10.
-        options: `sample`, `seed` and `drop_incomplete`, as `table.collect` takes them.
+        options: As `read_amazon` takes them.
 
     Raises:
         ValueError: a folder or its files are missing, or a file is named otherwise or damaged.
     """
     if label not in ('sentiment', 'rating'):
         raise ValueError(f'expected the label sentiment or rating, got {label!r}')
-    records = (
-        _read_review(path, sentiment)
-        for sentiment in SENTIMENTS
-        for path in _list_reviews(Path(folder), split, sentiment)
-    )
+    records = chain.from_iterable(_read_folder(Path(folder) / split / sentiment) for sentiment in SENTIMENTS)
     return collect(records, ['text'], label, SENTIMENTS if label == 'sentiment' else ACL_RATINGS, **options)
 
 
-def _peek(path: Path) -> tuple[Record, Iterator[Record]]:
+def _peek(path: str | Path) -> tuple[Record, Iterator[Record]]:
     """Return the first record of a JSON file, and an iterator over all."""
     records = read_json(path)
     first = next(records, None)
@@ -100,21 +88,19 @@ def _peek(path: Path) -> tuple[Record, Iterator[Record]]:
     return first, chain([first], records)
 
 
-def _list_reviews(folder: Path, split: str, sentiment: str) -> list[Path]:
-    paths = list((folder / split / sentiment).glob('*.txt'))
+def _read_folder(folder: Path) -> Iterator[Record]:
+    """Stream the reviews of a folder, which is named after their sentiment."""
+    paths = list(folder.glob('*.txt'))
     if not paths:
-        raise ValueError(f'expected reviews in {folder / split / sentiment}, such as 0_3.txt, got none')
+        raise ValueError(f'expected reviews in {folder}, such as 0_3.txt, got none')
     astray = [path for path in paths if ACL_NAME.fullmatch(path.name) is None]
     if astray:
         raise ValueError(f'expected names like NUMBER_RATING.txt, got {min(astray)}')
-    return sorted(paths, key=lambda path: int(path.stem.partition('_')[0]))
-
-
-def _read_review(path: Path, sentiment: str) -> Record:
-    try:
-        content = path.read_text(encoding='utf-8-sig')
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f'{path}, byte {error.start + 1}: expected UTF-8, got {error.object[error.start]:#x}'
-        ) from error
-    return Record(str(path), {'text': content, 'sentiment': sentiment, 'rating': path.stem.partition('_')[2]})
+    for path in sorted(paths, key=lambda path: int(path.stem.partition('_')[0])):
+        try:
+            content = path.read_text(encoding='utf-8-sig')
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f'{path}, byte {error.start + 1}: expected UTF-8, got {error.object[error.start]:#x}'
+            ) from error
+        yield Record(str(path), {'text': content, 'sentiment': folder.name, 'rating': path.stem.partition('_')[2]})

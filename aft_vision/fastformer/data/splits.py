@@ -33,56 +33,41 @@ def split_dataset(
     """
     check_fractions(fractions)
     labels = np.asarray(dataset['label'])
-    first, *others = fractions
-    is_rare = np.bincount(labels)[labels] == 1
-    if is_rare.all():
+    counts = np.bincount(labels)
+    is_rare = counts[labels] == 1
+    if is_rare.all() or (is_rare.any() and not rare_to_first):
+        names = dataset.features['label'].int2str(np.flatnonzero(counts == 1))
         raise ValueError(
-            f'expected a label that two rows or more have, got {len(labels)} rows with {len(labels)} labels, each '
-            'once, so they are no classes'
+            f'expected classes of two rows or more, got {len(labels)} rows, of which {len(names)} are alone in theirs: '
+            f'{", ".join(names):.200}; rare_to_first=True puts such rows into {next(iter(fractions))!r}, if others '
+            'are left'
         )
-    if is_rare.any() and not rare_to_first:
-        names = [dataset.features['label'].int2str(int(label)) for label in labels[is_rare]]
-        raise ValueError(
-            f'expected two rows or more of each class, to divide them, got one of: {", ".join(names)}; '
-            f'rare_to_first=True puts those into {first!r}'
-        )
-    rest, rare = np.flatnonzero(~is_rare), np.flatnonzero(is_rare)
-    splits: dict[str, np.ndarray] = {}
-    for name in reversed(others):
-        count, strata = round(fractions[name] * len(labels)), _strata(labels[rest])
-        if count < 1:
+    place, rest = np.zeros(len(labels), int), np.flatnonzero(~is_rare)
+    for number, name in reversed([*enumerate(fractions)][1:]):
+        count = round(fractions[name] * len(labels))
+        try:
+            rest, drawn = train_test_split(rest, test_size=count, stratify=_strata(labels[rest]), random_state=seed)
+        except ValueError as error:
             raise ValueError(
-                f'expected the share of the split {name!r} to hold out at least one row, got {fractions[name]} of '
-                f'{len(labels)} rows'
-            )
-        left, least = max(len(rest) - count, 0), len(np.unique(strata))
-        if min(count, left) < least:
-            once = f'; the {len(rare)} other rows have labels that occur once' if len(rare) else ''
-            raise ValueError(
-                f'expected the split {name!r} to hold out and to leave {least} rows or more, one for each class, '
-                f'got {count} and {left} of {len(rest)}{once}'
-            )
-        rest, splits[name] = train_test_split(rest, test_size=count, stratify=strata, random_state=seed)
-    splits[first] = np.concatenate([rest, rare])
-    place = np.empty(len(labels), int)
-    for number, name in enumerate(fractions):
-        place[splits[name]] = number
+                f'expected rows of every class for the split {name!r} and for those before it, got {count} of '
+                f'{len(rest)}: {error}'
+            ) from error
+        place[drawn] = number
     if 'text' in dataset.column_names:
         place = _earliest(place, dataset['text'])
-    for number, name in enumerate(fractions):
-        if not (place == number).any():
+    parts = {name: np.flatnonzero(place == number) for number, name in enumerate(fractions)}
+    for name, rows in parts.items():
+        if not len(rows):
             raise ValueError(
                 f'expected a text of its own for the split {name!r}, got only those of an earlier split too'
             )
-    return DatasetDict({name: dataset.select(np.flatnonzero(place == n)) for n, name in enumerate(fractions)})
+    return DatasetDict({name: dataset.select(rows) for name, rows in parts.items()})
 
 
 def _earliest(place: np.ndarray, texts: Iterable[str]) -> np.ndarray:
     """Return for each row the least place of all rows with the same text."""
-    group, _ = pd.factorize(np.array([' '.join(text.split()) for text in texts], dtype=object))
-    least = np.full(group.max() + 1, place.max())
-    np.minimum.at(least, group, place)
-    return least[group]
+    group = np.array([' '.join(text.split()) for text in texts], dtype=object)
+    return pd.Series(place).groupby(group).transform('min').to_numpy()
 
 
 def report_shared(splits: Mapping[str, Dataset], split: str) -> None:

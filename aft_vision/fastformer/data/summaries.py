@@ -1,10 +1,8 @@
-"""Texts with their summaries: readers of CNN/DailyMail, of PubMed and of any table, splits, tokens.
+"""Texts with their summaries: readers of any table, and splits.
 
-A reader returns a `datasets.Dataset` with the columns `text` and `summary`. `transformers.DataCollatorForSeq2Seq` makes
-batches of what `tokenize_summaries` returns.
+A reader returns a `datasets.Dataset` with the columns `text` and `summary`.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,23 +10,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from datasets import Dataset, DatasetDict, Features, Value, load_dataset
-from transformers import PreTrainedTokenizerBase
 
-from aft_vision.fastformer.data.batches import AnyDataset, token_ids
 from aft_vision.fastformer.data.files import Record, missing_columns
 from aft_vision.fastformer.data.splits import FRACTIONS, check_fractions
 from aft_vision.fastformer.data.table import (
     check_text,
-    complete_records,
     dataset_records,
-    draw_rows,
+    draw_complete,
+    join_texts,
+    name_columns,
     read_records,
-    report_incomplete,
-    tally,
 )
 
-CNN_DAILYMAIL = dict(name='abisee/cnn_dailymail', config='3.0.0', text='article', summary='highlights')
-PUBMED = dict(name='ccdv/pubmed-summarization', config='document', text='article', summary='abstract')
 # Names of other splits that an error gives at most.
 SHOWN_SPLITS = 5
 
@@ -39,25 +32,22 @@ def read_summaries(
     summary: str = 'summary',
     split: str | None = None,
     split_column: str = 'split',
-    quoted: bool | None = None,
     **options: Any,
 ) -> Dataset:
     """Read texts with summaries from a CSV, TSV, JSON lines, JSON list or parquet file.
 
     Args:
-        path: As `table.read_table` takes it.
+        path: As `table.read_records` takes it.
         text: The column of the text, or several, joined by a space.
         summary: The column of the summary.
         split: Only rows with this in `split_column`; None for all rows.
-        quoted: As `table.read_table` takes it.
-        options: `sample`, `seed`, `drop_incomplete` and `skip_lines`, as `collect_summaries` takes them.
+        options: As `collect_summaries` takes them.
 
     Raises:
         ValueError: the file is damaged or has another layout, which names line and column, or no row of the split.
     """
-    columns = [text] if isinstance(text, str) else list(text)
-    needed = [*columns, summary] if split is None else [*columns, summary, split_column]
-    records = read_records(path, needed, quoted)
+    columns = name_columns(text)
+    records = read_records(path, [*columns, summary, *([] if split is None else [split_column])])
     if split is not None:
         records = _of_split(records, split_column, split, path)
     return collect_summaries(records, columns, summary, **options)
@@ -84,65 +74,42 @@ def read_hub_summaries(
         ValueError: it lacks a column, or a row has no text.
     """
     dataset = load_dataset(name, config, split=split, **(load_options or {}))
-    columns = [text] if isinstance(text, str) else list(text)
+    columns = name_columns(text)
     return collect_summaries(dataset_records(dataset, [*columns, summary]), columns, summary, **options)
-
-
-def read_cnn_dailymail(path: str | Path | None = None, split: str | None = None, **options: Any) -> Dataset:
-    """Read CNN/DailyMail: articles with their highlights, one a line.
-
-    Args:
-        path: A file with the columns `article` and `highlights`; None for `abisee/cnn_dailymail` 3.0.0 on the hub.
-        split: `train`, `validation` or `test`; None for all rows of a file, and for `train` on the hub.
-        options: As the reader of files, or that of the hub, takes them.
-    """
-    return _read_published(CNN_DAILYMAIL, path, split, options)
-
-
-def read_pubmed(path: str | Path | None = None, split: str | None = None, **options: Any) -> Dataset:
-    """Read PubMed: articles with their abstracts, one sentence a line.
-
-    Some articles are empty: `drop_incomplete=True` leaves them out.
-
-    Args:
-        path: A file with the columns `article` and `abstract`; None for `ccdv/pubmed-summarization`, configuration
-            `document`, on the hub.
-        split, options: As `read_cnn_dailymail` takes them.
-    """
-    return _read_published(PUBMED, path, split, options)
 
 
 def collect_summaries(
     records: Iterable[Record],
     text: Sequence[str],
     summary: str,
-    sample: int | None = None,
-    seed: int = 0,
     drop_incomplete: bool = False,
     skip_lines: int = 0,
+    **options: Any,
 ) -> Dataset:
     """Make a data set of records; only the two columns, and the sample, are kept in memory.
 
     Args:
         text: Columns whose texts are joined by a space; empty ones are skipped.
         summary: The column of the summary.
-        sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
-        seed: Seed of that draw.
         drop_incomplete: Leave out rows whose text or summary is absent, null, NaN or blank; else they are errors.
         skip_lines: Leading lines to remove from each text, such as a headline; blank lines do not count.
+        options: `sample` and `seed`, as `table.draw_complete` takes them.
 
     Raises:
-        ValueError: a column is missing, with drop_incomplete in every row, a text is no text or blank, there is no row,
-            or skip_lines is below 0.
+        ValueError: as `table.draw_complete`, or a text is no text or blank, or skip_lines is below 0.
     """
     if skip_lines < 0:
         raise ValueError(f'skip_lines must be at least 0, got {skip_lines}')
-    counts: Counter[str] = Counter()
-    complete = _pairs(tally(records, counts, 'read'), text, summary, drop_incomplete, skip_lines)
-    rows = draw_rows(tally(complete, counts, 'complete'), sample, seed)
-    report_incomplete(counts)
-    if not rows:
-        raise ValueError(f'expected rows with a text ({", ".join(text)}) and a summary ({summary}), got none')
+
+    def as_row(place: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
+        content = _without_lines(join_texts(place, values, text), skip_lines)
+        pair = content, check_text(place, summary, values[summary])
+        blank = [name for name, part in zip(('text', 'summary'), pair, strict=True) if not part.strip()]
+        if blank and not drop_incomplete:
+            raise ValueError(f'{place}: expected a {blank[0]}, got a blank one; drop_incomplete leaves such rows out')
+        return None if blank else pair
+
+    rows = draw_complete(records, [*text, summary], as_row, drop_incomplete, **options)
     texts, summaries = zip(*rows, strict=True)
     features = Features(text=Value('string'), summary=Value('string'))
     return Dataset.from_dict({'text': texts, 'summary': summaries}, features=features)
@@ -176,45 +143,6 @@ def split_summaries(dataset: Dataset, seed: int = 0, fractions: Mapping[str, flo
     return DatasetDict({name: dataset.select(np.sort(split)) for name, split in zip(fractions, splits, strict=True)})
 
 
-def tokenize_summaries(
-    dataset: AnyDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None = None,
-    max_summary_length: int | None = None,
-) -> AnyDataset:
-    """Replace `text` by `input_ids`, and `summary` by `labels` with an end token; other columns stay.
-
-    A decoder reads the labels after its start token, by its `prepare_decoder_input_ids_from_labels` or transformers'
-    collator. A text without tokens becomes one unknown token.
-
-    Args:
-        max_length: Length to which texts are truncated, in tokens; None for no limit.
-        max_summary_length: The same for summaries, including the end token.
-
-    Raises:
-        ValueError: max_summary_length is below 2, or the tokenizer has no end token.
-    """
-    if tokenizer.eos_token_id is None:
-        raise ValueError('expected a tokenizer with an end token (eos_token), got one without')
-    if max_summary_length is not None and max_summary_length < 2:
-        raise ValueError(f'max_summary_length must be at least 2, got {max_summary_length}')
-
-    end: int = tokenizer.eos_token_id
-    most: int | None = None if max_summary_length is None else max_summary_length - 1
-
-    def closed(target: list[int]) -> list[int]:
-        # Some tokenizers add the end token themselves.
-        return target if target[-1:] == [end] else [*target[:most], end]
-
-    def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
-        cut = max_summary_length is not None
-        targets: Any = tokenizer(batch['summary'], truncation=cut, max_length=max_summary_length)['input_ids']
-        inputs = token_ids(batch['text'], tokenizer, max_length)
-        return {'input_ids': inputs, 'labels': [closed(target) for target in targets]}
-
-    return dataset.map(tokenize, batched=True, remove_columns=['text', 'summary'], desc='tokens')
-
-
 def _equal_rows(dataset: Dataset) -> np.ndarray:
     """Return a group number for each row; rows with the same text or summary, also indirectly, share one."""
     columns = [[' '.join(value.split()) for value in dataset[name]] for name in ('text', 'summary')]
@@ -225,17 +153,6 @@ def _equal_rows(dataset: Dataset) -> np.ndarray:
         if numbers.equals(before):
             return numbers.to_numpy()
         before = numbers
-
-
-def _read_published(
-    published: Mapping[str, str], path: str | Path | None, split: str | None, options: Mapping[str, Any]
-) -> Dataset:
-    columns: dict[str, Any] = {name: published[name] for name in ('text', 'summary')}
-    if path is not None:
-        return read_summaries(path, split=split, **columns, **options)
-    return read_hub_summaries(
-        published['name'], config=published['config'], split=split or 'train', **columns, **options
-    )
 
 
 def _of_split(records: Iterable[Record], column: str, split: str, path: str | Path) -> Iterator[Record]:
@@ -254,19 +171,6 @@ def _of_split(records: Iterable[Record], column: str, split: str, path: str | Pa
         names = sorted(others)
         named = ', '.join(names[:SHOWN_SPLITS]) + (' and others' if len(names) > SHOWN_SPLITS else '')
         raise ValueError(f'expected rows with {column} = {split!r} in {path}, got {named or "none"}')
-
-
-def _pairs(
-    records: Iterable[Record], text: Sequence[str], summary: str, drop_incomplete: bool, skip_lines: int
-) -> Iterator[tuple[str, str]]:
-    for place, values in complete_records(records, [*text, summary], drop_incomplete):
-        content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))
-        pair = _without_lines(content, skip_lines), check_text(place, summary, values[summary])
-        blank = [name for name, part in zip(('text', 'summary'), pair, strict=True) if not part.strip()]
-        if not blank:
-            yield pair
-        elif not drop_incomplete:
-            raise ValueError(f'{place}: expected a {blank[0]}, got a blank one; drop_incomplete leaves such rows out')
 
 
 def _without_lines(text: str, count: int) -> str:

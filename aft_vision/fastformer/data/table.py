@@ -4,7 +4,6 @@ import logging
 import math
 import random
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -36,59 +35,57 @@ def read_table(
     text: str | Sequence[str] = 'text',
     label: str = 'label',
     label_names: LabelNames | None = None,
-    quoted: bool | None = None,
     **options: Any,
 ) -> Dataset:
     """Read labelled texts from a CSV, TSV, JSON lines, JSON list or parquet file.
 
     Args:
-        path: The suffix determines the format: .csv, .tsv, .json, .jsonl, .ndjson or .parquet; all except the last may
-            be compressed as .gz, .xz, .bz2 or .zip. CSV and TSV start with the column names.
+        path: As `read_records` takes it.
         text: The column of the text, or several, joined by a space.
         label: The column of the class: words or numbers. In a CSV or TSV, whose missing numbers are texts, a label that
             reads `nan` is missing, unless a name means it.
         label_names: The classes in their order, or the name for each value; None for the values found, in order.
-        quoted: Whether fields of a CSV or TSV may be quoted; None means yes for CSV and no for TSV.
-        options: `sample`, `seed` and `drop_incomplete`, as `collect` takes them.
+        options: `sample`, `seed` and `drop_incomplete`, as `draw_complete` takes them.
 
     Raises:
         ValueError: the file is damaged, has another layout, or a label is none of the names; names line and column.
     """
-    columns = [text] if isinstance(text, str) else list(text)
-    records = read_records(path, [*columns, label], quoted)
+    columns = name_columns(text)
+    records = read_records(path, [*columns, label])
     if _format_of(Path(path)) in DELIMITED:
         records = mark_nan(records, label, _name_by_value(label_names) or {})
     return collect(records, columns, label, label_names, **options)
 
 
-def read_records(path: str | Path, columns: Sequence[str], quoted: bool | None = None) -> Iterator[Record]:
-    """Stream the rows of a table, whose format `read_table` explains.
+def name_columns(text: str | Sequence[str]) -> list[str]:
+    """Return the names of one column or several."""
+    return [text] if isinstance(text, str) else list(text)
+
+
+def read_records(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
+    """Stream the rows of a table.
 
     Args:
+        path: The suffix determines the format: .csv, .tsv, .json, .jsonl, .ndjson or .parquet; all except the last may
+            be compressed as .gz, .xz, .bz2 or .zip. CSV and TSV start with the column names; quotes surround fields of
+            a CSV, and are characters in a TSV.
         columns: Columns to read from a parquet file, and that the first line of a CSV or TSV must name; other files
             are read completely.
 
     Raises:
         ValueError: the path has another suffix, or the file is damaged or has no rows.
     """
-    path, row = Path(path), None
-    for row in _read_format(path, columns, quoted):
+    kind, row = _format_of(Path(path)), None
+    if kind not in TABLES:
+        raise ValueError(f'expected a file that ends in {", ".join(TABLES)}, got {path}')
+    if kind in DELIMITED:
+        records = read_delimited(path, '\t' if kind == '.tsv' else ',', quoted=kind == '.csv', needed=columns)
+    else:
+        records = read_parquet(path, columns) if kind == '.parquet' else read_json(path)
+    for row in records:
         yield row
     if row is None:
         raise ValueError(f'expected rows in {path}, got none')
-
-
-def _read_format(path: Path, columns: Sequence[str], quoted: bool | None) -> Iterator[Record]:
-    kind = _format_of(path)
-    if kind not in TABLES:
-        raise ValueError(f'expected a file that ends in {", ".join(TABLES)}, got {path}')
-    if kind == '.parquet':
-        return read_parquet(path, columns)
-    if kind in DELIMITED:
-        is_tsv = kind == '.tsv'
-        quoted = not is_tsv if quoted is None else quoted
-        return read_delimited(path, '\t' if is_tsv else ',', quoted=quoted, needed=columns)
-    return read_json(path)
 
 
 def _format_of(path: Path) -> str:
@@ -136,7 +133,7 @@ def from_dataset(
 
     Labels of a ClassLabel keep their names and order; its -1, which stands for no label, counts as missing.
     """
-    columns = [text] if isinstance(text, str) else list(text)
+    columns = name_columns(text)
     records = dataset_records(dataset, [*columns, label])
     feature = dataset.features[label]
     if isinstance(feature, ClassLabel):
@@ -162,9 +159,8 @@ def collect(
     text: Sequence[str],
     label: str,
     label_names: LabelNames | None = None,
-    sample: int | None = None,
-    seed: int = 0,
     drop_incomplete: bool = False,
+    **options: Any,
 ) -> Dataset:
     """Make a data set of records; only the columns asked for, and the sample, are kept in memory.
 
@@ -173,28 +169,41 @@ def collect(
         label: The column of the class.
         label_names: The classes in their order, or the name for each value; None for the values found: sorted as
             numbers if all are, else by the alphabet.
-        sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
-        seed: Seed of that draw.
         drop_incomplete: Leave out rows whose label, or text of all columns, is missing, null, NaN or blank; otherwise
             they are errors, except a blank text.
+        options: `sample` and `seed`, as `draw_complete` takes them.
 
     Raises:
-        ValueError: a column is missing (with drop_incomplete in every row), a text is not a string, a label is unknown,
-            or there are no rows.
+        ValueError: as `draw_complete`, or a text is not a string, or a label is unknown.
     """
     names = _name_by_value(label_names)
-    counts: Counter[str] = Counter()
-    rows = _labelled_rows(tally(records, counts, 'read'), text, label, names, drop_incomplete)
     seen: set[str] = set()
-    kept = draw_rows(_notice(tally(rows, counts, 'complete'), seen.add), sample, seed)
-    report_incomplete(counts)
-    if not kept:
-        raise ValueError(f'expected rows with a text ({", ".join(text)}) and a label ({label}), got none')
+
+    def as_row(place: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
+        name = as_label(values[label])
+        if drop_incomplete and name == '':
+            return None
+        content = join_texts(place, values, text)
+        if drop_incomplete and not content.strip():
+            return None
+        if not name:
+            raise ValueError(
+                f'{place}, column {label!r}: expected a label, got {values[label]!r}; drop_incomplete leaves rows '
+                'without one out'
+            )
+        if names is not None:
+            if name not in names:
+                raise ValueError(f'{place}, column {label!r}: expected one of {", ".join(names):.200}, got {name!r}')
+            name = names[name]
+        seen.add(name)
+        return content, name
+
+    rows = draw_complete(records, [*text, label], as_row, drop_incomplete, **options)
     if names is None:
         _check_spellings(seen, label)
     classes = _in_order(seen) if names is None else list(dict.fromkeys(names.values()))
     index = {name: number for number, name in enumerate(classes)}
-    columns = {'text': [content for content, _ in kept], 'label': [index[name] for _, name in kept]}
+    columns = {'text': [content for content, _ in rows], 'label': [index[name] for _, name in rows]}
     return Dataset.from_dict(columns, features=Features(text=Value('string'), label=ClassLabel(names=classes)))
 
 
@@ -219,44 +228,57 @@ def check_text(place: str, column: str, value: Any) -> str:
     return value
 
 
-def complete_records(records: Iterable[Record], columns: Sequence[str], drop_incomplete: bool) -> Iterator[Record]:
-    """Yield the records, all of which have the columns.
+def join_texts(place: str, values: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Join the texts of some columns by a space; empty ones are skipped."""
+    return ' '.join(filter(None, (check_text(place, column, values[column]) for column in columns)))
+
+
+def draw_complete(
+    records: Iterable[Record],
+    columns: Sequence[str],
+    as_row: Callable[[str, Mapping[str, Any]], Row | None],
+    drop_incomplete: bool = False,
+    sample: int | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """Return the rows of complete records, and log how many are not.
 
     Args:
+        as_row: Makes a row of a place and its values, or None to leave it out.
         drop_incomplete: Put '', as in an empty field of a CSV, for a column that is absent, null or NaN.
+        sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
+        seed: Seed of that draw.
 
     Raises:
-        ValueError: a record lacks a column; with drop_incomplete, a column is in no record, for example because it is
-            misspelt, and the message names the first record.
+        ValueError: a record lacks a column, with drop_incomplete every record does, for example because the column is
+            misspelt, or no record is complete.
     """
+    unseen, read, left_out = set(columns), 0, 0
     first: Record | None = None
-    unseen = needed = frozenset(columns)
-    for record in records:
-        first = first or record
-        unseen -= record.values.keys()
-        if not drop_incomplete and not record.values.keys() >= needed:
-            raise missing_columns(record.place, columns, list(record.values))
-        if drop_incomplete:
-            values = {name: record.values.get(name) for name in columns}
-            record = Record(record.place, {name: '' if _is_null(value) else value for name, value in values.items()})
-        yield record
+
+    def rows() -> Iterator[Row]:
+        nonlocal read, left_out, first
+        for record in records:
+            place, values = record
+            first, read = first or record, read + 1
+            unseen.difference_update(values)
+            if drop_incomplete:
+                values = {name: '' if _is_null(value := values.get(name)) else value for name in columns}
+            elif not values.keys() >= set(columns):
+                raise missing_columns(place, columns, list(values))
+            row = as_row(place, values)
+            left_out += row is None
+            if row is not None:
+                yield row
+
+    kept = draw_rows(rows(), sample, seed)
     if first is not None and unseen:
         raise missing_columns(first.place, columns, list(first.values))
-
-
-def tally(items: Iterable[Row], counts: Counter[str], name: str) -> Iterator[Row]:
-    """Yield items and count them."""
-    for item in items:
-        counts[name] += 1
-        yield item
-
-
-def report_incomplete(counts: Mapping[str, int]) -> None:
-    """Log how many rows were left out, of those that were read and those that were complete."""
-    if counts['complete'] < counts['read']:
-        _logger.warning(
-            'left out %d of %d rows, which are incomplete', counts['read'] - counts['complete'], counts['read']
-        )
+    if left_out:
+        _logger.warning('left out %d of %d rows, which are incomplete', left_out, read)
+    if not kept:
+        raise ValueError(f'expected complete rows of the columns {", ".join(columns)}, got none')
+    return kept
 
 
 def _is_null(value: Any) -> bool:
@@ -321,34 +343,6 @@ def as_label(value: Any) -> str | None:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value).strip() if isinstance(value, (str, int, float)) and value == value else None
-
-
-def _labelled_rows(
-    records: Iterable[Record], text: Sequence[str], label: str, names: Mapping[str, str] | None, drop_incomplete: bool
-) -> Iterator[tuple[str, str]]:
-    for place, values in complete_records(records, [*text, label], drop_incomplete):
-        name = as_label(values[label])
-        if drop_incomplete and name == '':
-            continue
-        content = ' '.join(filter(None, (check_text(place, column, values[column]) for column in text)))
-        if drop_incomplete and not content.strip():
-            continue
-        if not name:
-            raise ValueError(
-                f'{place}, column {label!r}: expected a label, got {values[label]!r}; drop_incomplete leaves rows '
-                'without one out'
-            )
-        if names is not None:
-            if name not in names:
-                raise ValueError(f'{place}, column {label!r}: expected one of {", ".join(names)}, got {name!r}')
-            name = names[name]
-        yield content, name
-
-
-def _notice(rows: Iterable[tuple[str, str]], note: Callable[[str], None]) -> Iterator[tuple[str, str]]:
-    for row in rows:
-        note(row[1])
-        yield row
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

@@ -24,8 +24,6 @@ def test_amazon_reviews_of_both_layouts_are_read(tmp_path, name, year):
     assert dataset.features['label'].names == ['1', '2', '3', '4', '5']
     assert dataset['label'][:] == [0, 1, 2, 3, 4] * 4
     assert_texts_are_of_their_classes(dataset)
-    titled = read_amazon(path, with_title=True)
-    assert all(long.endswith(' ' + short) for long, short in zip(titled['text'], dataset['text'], strict=True))
     assert len(read_amazon(path, sample=7)) == 7
 
 
@@ -42,7 +40,7 @@ def test_amazon_reviews_without_a_text_can_be_left_out(tmp_path):
     [
         (
             {'body': 'a', 'stars': 5},
-            'line 1: expected the columns reviewText or text, overall or rating, got body, stars',
+            'line 1: expected the columns reviewText, overall, got body, stars',
         ),
         ({'reviewText': 'a', 'overall': 6.0}, "line 1, column 'overall': expected one of 1, 2, 3, 4, 5, got '6'"),
         ({'overall': 5.0}, 'line 1: expected the columns reviewText, overall, got overall'),
@@ -124,8 +122,8 @@ def test_acl_imdb_of_another_layout_is_named(tmp_path):
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with amazon_multidomain, imdb_test.jsonl.xz')
 def test_real_reviews_are_read():
     folder = Path(os.environ['AFT_DATA'])
-    dataset = read_amazon(folder / 'amazon_multidomain.jsonl.xz', with_title=True)
+    dataset = read_amazon(folder / 'amazon_multidomain.jsonl.xz')
     assert Counter(dataset['label']) == {0: 2421, 1: 1579, 3: 1121, 4: 2879}
-    assert dataset[0]['text'].startswith('Horrible book, horrible. THis book was horrible.')
+    assert dataset[0]['text'].startswith('THis book was horrible.')
     with pytest.raises(ValueError, match='not IMDB-10'):
         read_jmars(folder / 'imdb_test.jsonl.xz')

@@ -9,15 +9,7 @@ import pytest
 from datasets import Dataset, Features, Value
 from tokenizers.processors import TemplateProcessing
 
-from aft_vision.fastformer.data import (
-    SUMMARY_READERS,
-    read_cnn_dailymail,
-    read_hub_summaries,
-    read_pubmed,
-    read_summaries,
-    split_summaries,
-    tokenize_summaries,
-)
+from aft_vision.fastformer.data import read_hub_summaries, read_summaries, split_summaries, tokenize_dataset
 from aft_vision.fastformer.data.files import read_json
 from aft_vision.fastformer.data.summaries import collect_summaries
 from aft_vision.fastformer.tokenize import train_tokenizer
@@ -40,41 +32,20 @@ def write(path, rows=ROWS):
     return path
 
 
+FEATURES = Features(text=Value('string'), summary=Value('string'))
+
+
 def pairs(dataset):
     return [(row['text'], row['summary']) for row in dataset]
 
 
 @pytest.mark.parametrize('name', ['x.jsonl', 'x.csv', 'x.parquet'])
-def test_cnn_dailymail_is_read_from_every_format_with_its_line_ends(tmp_path, name):
+def test_every_format_is_read_with_its_line_ends(tmp_path, name):
     path = write(tmp_path / name)
-    assert pairs(read_cnn_dailymail(path)) == PAIRS
-    assert pairs(read_cnn_dailymail(path, split='train')) == PAIRS[:2]
-    assert pairs(read_cnn_dailymail(path, split='test')) == PAIRS[2:]
-    assert read_cnn_dailymail(path).features == Features(text=Value('string'), summary=Value('string'))
-
-
-def test_pubmed_is_read_and_empty_articles_left_out_where_asked(tmp_path):
-    rows = [dict(article='', abstract='Nothing.'), dict(article='A text.', abstract='Text.\nEnd.')]
-    path = write(tmp_path / 'x.jsonl', rows)
-    assert pairs(read_pubmed(path, drop_incomplete=True)) == [('A text.', 'Text.\nEnd.')]
-    with pytest.raises(ValueError, match=r'x\.jsonl, line 1: expected a text, got a blank one; drop_incomplete'):
-        read_pubmed(path)
-
-
-def test_the_published_data_sets_are_asked_for_by_their_names(monkeypatch):
-    asked = []
-
-    def load(name, config, split):
-        asked.append((name, config, split))
-        summary = 'highlights' if 'cnn' in name else 'abstract'
-        return Dataset.from_dict({'article': ['a b'], summary: ['a'], 'id': ['x']})
-
-    monkeypatch.setattr('aft_vision.fastformer.data.summaries.load_dataset', load)
-    assert pairs(read_cnn_dailymail(split='validation')) == pairs(read_pubmed()) == [('a b', 'a')]
-    assert asked == [
-        ('abisee/cnn_dailymail', '3.0.0', 'validation'),
-        ('ccdv/pubmed-summarization', 'document', 'train'),
-    ]
+    assert pairs(read_summaries(path, 'article', 'highlights')) == PAIRS
+    assert pairs(read_summaries(path, 'article', 'highlights', split='train')) == PAIRS[:2]
+    assert pairs(read_summaries(path, 'article', 'highlights', split='test')) == PAIRS[2:]
+    assert read_summaries(path, 'article', 'highlights').features == FEATURES
 
 
 def test_a_copy_of_a_hub_data_set_is_read(tmp_path):
@@ -118,7 +89,7 @@ def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
         ('{"text": 3, "summary": "b"}\n', {}, r"line 1, column 'text': expected a text, got 3"),
         ('{"text": "a", "summary": null}\n', {}, r"line 1, column 'summary': expected a text, got None"),
         ('{"text": "a", "summary": " "}\n', {}, r'line 1: expected a summary, got a blank one'),
-        ('{"text": "a", "summary": " "}\n', {'drop_incomplete': True}, r'expected rows with a text \(text\) and a sum'),
+        ('{"text": "a", "summary": " "}\n', {'drop_incomplete': True}, 'expected complete rows of the columns'),
         (
             '{"text": "a", "summary": "b"}\n',
             {'split': 'test'},
@@ -191,16 +162,16 @@ def test_tokens_of_a_summary_end_with_the_end_token_even_where_it_is_cut():
     dataset = Dataset.from_dict({'text': ['a b c d', ''], 'summary': ['a b c', 'd'], 'id': [7, 8]})
     tokenizer = train_tokenizer(['a b c d'])
     a, b, c, d = tokenizer.convert_tokens_to_ids(list('abcd'))
-    assert tokenize_summaries(dataset, tokenizer)[:] == {
+    assert tokenize_dataset(dataset, tokenizer)[:] == {
         'id': [7, 8],
         'input_ids': [[a, b, c, d], [tokenizer.unk_token_id]],
         'labels': [[a, b, c, 2], [d, 2]],
     }
-    cut = tokenize_summaries(dataset, tokenizer, max_length=2, max_summary_length=3)
+    cut = tokenize_dataset(dataset, tokenizer, max_length=2, max_summary_length=3)
     assert cut['input_ids'][:] == [[a, b], [3]]
     assert cut['labels'][:] == [[a, b, 2], [d, 2]]
     with pytest.raises(ValueError, match='max_summary_length must be at least 2, got 1'):
-        tokenize_summaries(dataset, tokenizer, max_summary_length=1)
+        tokenize_dataset(dataset, tokenizer, max_summary_length=1)
 
 
 def test_a_tokenizer_that_adds_the_end_itself_adds_it_once_and_one_without_is_an_error():
@@ -211,30 +182,21 @@ def test_a_tokenizer_that_adds_the_end_itself_adds_it_once_and_one_without_is_an
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single='<s> $A </s>', special_tokens=[('<s>', start), ('</s>', end)]
     )
-    assert tokenize_summaries(dataset, tokenizer)['labels'][:] == [[start, a, b, c, end]]
-    assert tokenize_summaries(dataset, tokenizer, max_summary_length=4)['labels'][:] == [[start, a, b, end]]
+    assert tokenize_dataset(dataset, tokenizer)['labels'][:] == [[start, a, b, c, end]]
+    assert tokenize_dataset(dataset, tokenizer, max_summary_length=4)['labels'][:] == [[start, a, b, end]]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r'expected a tokenizer with an end token \(eos_token\), got one without'):
-        tokenize_summaries(dataset, tokenizer)
-
-
-def test_every_reader_has_a_name():
-    assert {
-        'cnn_dailymail': read_cnn_dailymail,
-        'pubmed': read_pubmed,
-        'table': read_summaries,
-        'hub': read_hub_summaries,
-    } == SUMMARY_READERS
+        tokenize_dataset(dataset, tokenizer)
 
 
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with the three files of summaries')
 def test_real_files_are_read():
     folder = Path(os.environ['AFT_DATA'])
     path = folder / 'cnn_dailymail_1k.jsonl.xz'
-    sizes = {split: len(read_cnn_dailymail(path, split)) for split in ('train', 'validation', 'test')}
+    parts = {name: read_summaries(path, 'article', 'highlights', name) for name in ('train', 'validation', 'test')}
+    sizes = {name: len(part) for name, part in parts.items()}
     assert sizes == {'train': 200, 'validation': 500, 'test': 500}
-    highlights = read_cnn_dailymail(path, 'test')['summary']
-    assert Counter(len(text.splitlines()) for text in highlights).most_common(1)[0][0] in (2, 3, 4)
+    assert Counter(len(text.splitlines()) for text in parts['test']['summary']).most_common(1)[0][0] in (2, 3, 4)
     news = read_summaries(folder / 'bbc_news_summary.jsonl.xz', 'article', 'summary')
     assert len(news) == 2225
     assert news[0]['text'].startswith('Ad sales boost Time Warner profit\n')
