@@ -267,14 +267,18 @@ def test_a_model_of_half_precision_becomes_a_program_in_single(tmp_path):
     assert_equal(model.float(), torch.export.load(path).module(), 2, (32, 32))
 
 
+# In the newest operator set.
 def test_an_onnx_file_of_resampled_biases_takes_any_size_and_one_row_or_column_of_patches(tmp_path):
+    onnx = pytest.importorskip('onnx')
     pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')
     model, path = make('aft_axial_tiny', resample_bias=True, local_conv=True), tmp_path / 'model.onnx'
-    export_onnx(model, path)
+    export_onnx(model, path, opset=program.NEWEST_OPSET)
     run = onnx_runner(path)
     for size in (*SIZES, (8, 48), (32, 8), (8, 8)):
         assert_equal(model, run, 2, size)
+    opsets = {each.domain: each.version for each in onnx.load(path).opset_import}
+    assert opsets[''] == program.NEWEST_OPSET
 
 
 def test_a_padding_model_is_exported_at_its_size_or_for_all_of_whole_patches(tmp_path):
@@ -312,15 +316,6 @@ def test_an_operator_set_that_torch_replaces_by_another_is_rejected(opset, tmp_p
         export_onnx(make(), tmp_path / 'model.onnx', opset=opset)
     assert not caplog.text
     assert not any(tmp_path.iterdir())
-
-
-def test_the_newest_operator_set_is_written(tmp_path):
-    onnx = pytest.importorskip('onnx')
-    pytest.importorskip('onnxruntime')
-    pytest.importorskip('onnxscript')
-    export_onnx(make(), tmp_path / 'model.onnx', opset=program.NEWEST_OPSET)
-    opsets = {each.domain: each.version for each in onnx.load(tmp_path / 'model.onnx').opset_import}
-    assert opsets[''] == program.NEWEST_OPSET
 
 
 def test_an_onnx_file_names_its_axes(onnx_file):

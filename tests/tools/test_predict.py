@@ -1,6 +1,6 @@
+import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from helpers import CLOTHING, save_model
 from PIL import Image
 
+from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.models.checkpoint import load_model
 from tools.predict import main
@@ -58,17 +59,17 @@ def test_images_that_cannot_be_decoded_are_named_after_the_others(run_folder, tm
     assert [path in printed for path in paths] == [True, False, True]
 
 
-def test_a_name_that_is_not_utf_8_is_printed_byte_by_byte(run_folder, tmp_path):
-    name = os.fsencode(tmp_path) + b'/caf\xe9.jpg'
-    Path(os.fsdecode(name)).write_bytes(PHOTOGRAPHS[0].read_bytes())
-    command = [sys.executable, '-m', 'tools.predict', name, '--checkpoint', str(run_folder)]
-    done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, 'PYTHONIOENCODING': 'utf-8'})
-    assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.splitlines()[0] == name
-    # Who has chosen how to print such names keeps it.
-    environment = {**os.environ, 'PYTHONIOENCODING': 'ascii:replace'}
-    done = subprocess.run(command, capture_output=True, check=False, env=environment)
-    assert done.stdout.splitlines()[0] == name.replace(b'\xe9', b'?')
+# Who has chosen how to print such names keeps it.
+@pytest.mark.parametrize(
+    ('encoding', 'errors', 'printed'), [('utf-8', 'strict', b'caf\xe9.jpg'), ('ascii', 'replace', b'caf?.jpg')]
+)
+def test_a_name_that_is_not_utf_8_is_printed_byte_by_byte(encoding, errors, printed, run_folder, tmp_path, monkeypatch):
+    name = os.fsdecode(os.fsencode(tmp_path) + b'/caf\xe9.jpg')
+    Path(name).write_bytes(PHOTOGRAPHS[0].read_bytes())
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(output, encoding, errors))
+    run_command(main, [name, '--checkpoint', str(run_folder)])
+    assert output.getvalue().splitlines()[0] == os.fsencode(tmp_path) + b'/' + printed
 
 
 def test_json_and_a_folder_at_another_size(run_folder, capsys):
