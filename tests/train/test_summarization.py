@@ -243,13 +243,6 @@ def test_parts_come_from_a_column_from_files_or_by_chance(tmp_path):
     assert all(text.startswith('test') for text in parts['test']['text'])
 
 
-def test_texts_of_a_part_that_are_training_texts_too_are_counted(tmp_path, caplog):
-    train = write(tmp_path / 'train.jsonl', [([f'a{index}', 'b'], [f's{index}']) for index in range(8)])
-    test = write(tmp_path / 'test.jsonl', [([f'a{index}', 'b'], [f's{index}']) for index in range(8)])
-    parts = read(train, f'data.test_path={test}', 'data.valid_share=0.25')
-    assert f'{len(parts["train"])} of the 8 test texts' in caplog.text
-
-
 def test_a_headline_is_neither_read_nor_led_with(tmp_path):
     path = tmp_path / 'news.jsonl'
     rows = [{'text': f'Title {i}\n\nBody {i} is here. And ends.', 'summary': f'Body {i} is here.'} for i in range(20)]

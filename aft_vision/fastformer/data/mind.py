@@ -83,28 +83,72 @@ def read_mind_behaviors(
         raise ValueError(f'max_behaviors must be at least 1, got {max_behaviors}')
     path = Path(path)
     path = path / 'behaviors.tsv' if path.is_dir() else path
-    found = _Collected(rows, drop_missing)
+    ids: list[str] = []
+    users: list[str] = []
+    # Arrays, without an object for each news.
+    (history, candidates), sizes = (array('i') for _ in range(2)), (array('q'), array('q'))
+    seconds, labels = array('q'), array('b')
+    is_labelled: bool | None = None
+
+    def lookup(place: str, column: str, names: Sequence[str]) -> list[int]:
+        if drop_missing:
+            return [rows[name] for name in names if name in rows]
+        try:
+            return [rows[name] for name in names]
+        except KeyError as error:
+            raise ValueError(
+                f'{place}, column {column!r}: expected one of {len(rows)} news, got {error.args[0]!r}; drop_missing '
+                'leaves such out'
+            ) from error
+
     for record in read_delimited(path, '\t', BEHAVIOR_COLUMNS, quoted=False):
-        history = found.lookup(record, 'history', record.values['history'].split())
-        shown = found.read_candidates(record)
-        kept = history[-max_behaviors:]
-        found.ids.append(record.values['impression_id'])
-        found.users.append(sys.intern(record.values['user_id']))
-        found.seconds.append(_read_time(record))
-        found.history.extend(kept)
-        found.history_sizes.append(len(kept))
-        found.candidates.extend(shown)
-        found.candidate_sizes.append(len(shown))
-    if not found.ids:
+        place, values = record
+        clicked = lookup(place, 'history', values['history'].split())[-max_behaviors:]
+        parts = values['impressions'].split()
+        if not parts:
+            raise ValueError(f"{place}, column 'impressions': expected candidates, got none")
+        if is_labelled is None:
+            is_labelled = '-' in parts[0]
+        names, flags = _parse_candidates(place, parts, is_labelled, rows)
+        if is_labelled:
+            labels.extend(flag for name, flag in zip(names, flags, strict=True) if not drop_missing or name in rows)
+        shown = lookup(place, 'impressions', names)
+        ids.append(values['impression_id'])
+        users.append(sys.intern(values['user_id']))
+        seconds.append(_read_time(record))
+        for found, kept, size in zip((clicked, shown), (history, candidates), sizes, strict=True):
+            kept.extend(found)
+            size.append(len(found))
+    if not ids:
         raise ValueError(f'expected impressions in {path}, got none')
     return Behaviors(
-        found.ids,
-        Ragged.from_sizes(found.history, found.history_sizes),
-        Ragged.from_sizes(found.candidates, found.candidate_sizes),
-        np.array(found.labels, dtype=np.int8) if found.is_labelled else None,
-        found.users,
-        np.array(found.seconds),
+        ids,
+        Ragged.from_sizes(history, sizes[0]),
+        Ragged.from_sizes(candidates, sizes[1]),
+        np.array(labels, dtype=np.int8) if is_labelled else None,
+        users,
+        np.array(seconds),
     )
+
+
+def _parse_candidates(
+    place: str, parts: Sequence[str], is_labelled: bool, rows: Mapping[str, int]
+) -> tuple[list[str], list[int]]:
+    """Parse `N1-0 N2-1`, or `N1 N2`, to names and clicks."""
+    names, flags = [], []
+    for part in parts:
+        name, _, label = part.rpartition('-')
+        has_label = bool(name) and label in CLICKS
+        if is_labelled and not has_label:
+            raise ValueError(f"{place}, column 'impressions': expected N1-0 or N1-1, got {part!r:.80}")
+        # `drop_missing` would take a label for a part of a name that is none of the news.
+        if has_label and not is_labelled and part not in rows:
+            raise ValueError(
+                f"{place}, column 'impressions': expected N1 without a label, as the file begins, got {part!r:.80}"
+            )
+        names.append(name if is_labelled else part)
+        flags.append(CLICKS.get(label, 0))
+    return names, flags
 
 
 def _read_time(record: Record) -> int:
@@ -116,58 +160,3 @@ def _read_time(record: Record) -> int:
             f"{record.place}, column 'time': expected such as 11/13/2019 8:36:57 AM, got {record.values['time']!r:.80}"
         ) from error
     return int(time.replace(tzinfo=UTC).timestamp())
-
-
-class _Collected:
-    """Arrays of the rows read so far, without an object for each news."""
-
-    def __init__(self, rows: Mapping[str, int], drop_missing: bool) -> None:
-        self.rows, self.drop_missing = rows, drop_missing
-        self.ids: list[str] = []
-        self.users: list[str] = []
-        self.seconds = array('q')
-        self.history, self.history_sizes = array('i'), array('q')
-        self.candidates, self.candidate_sizes = array('i'), array('q')
-        self.labels = array('b')
-        self.is_labelled: bool | None = None
-
-    def lookup(self, record: Record, column: str, names: Sequence[str]) -> list[int]:
-        """Return the rows of news by name."""
-        if self.drop_missing:
-            return [self.rows[name] for name in names if name in self.rows]
-        try:
-            return [self.rows[name] for name in names]
-        except KeyError as error:
-            raise ValueError(
-                f'{record.place}, column {column!r}: expected one of {len(self.rows)} news, got {error.args[0]!r}; '
-                'drop_missing leaves such out'
-            ) from error
-
-    def read_candidates(self, record: Record) -> list[int]:
-        """Parse the rows of `N1-0 N2-1`, or of `N1 N2`, and record the labels."""
-        parts = record.values['impressions'].split()
-        if not parts:
-            raise ValueError(f"{record.place}, column 'impressions': expected candidates, got none")
-        if self.is_labelled is None:
-            self.is_labelled = '-' in parts[0]
-        if not self.is_labelled:
-            self._check_unlabelled(record, parts)
-            return self.lookup(record, 'impressions', parts)
-        pairs = [part.rpartition('-') for part in parts]
-        for (name, _, label), part in zip(pairs, parts, strict=True):
-            if label not in CLICKS or not name:
-                raise ValueError(f"{record.place}, column 'impressions': expected N1-0 or N1-1, got {part!r:.80}")
-        if self.drop_missing:
-            pairs = [pair for pair in pairs if pair[0] in self.rows]
-        self.labels.extend(CLICKS[label] for _, _, label in pairs)
-        return self.lookup(record, 'impressions', [name for name, _, _ in pairs])
-
-    def _check_unlabelled(self, record: Record, parts: Sequence[str]) -> None:
-        # `drop_missing` would take a label for a part of a name that is none of the news.
-        for part in parts:
-            name, _, label = part.rpartition('-')
-            if name and label in CLICKS and part not in self.rows:
-                raise ValueError(
-                    f"{record.place}, column 'impressions': expected N1 without a label, as the file begins, "
-                    f'got {part!r:.80}'
-                )

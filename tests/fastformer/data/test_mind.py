@@ -44,11 +44,6 @@ def test_columns_of_the_text_are_joined_and_empty_ones_passed_over(folder):
     assert any(not row[4] for row in rows)
 
 
-def test_a_news_of_several_folders_counts_once(tmp_path):
-    folders = [write_mind(tmp_path / str(rows), rows=rows) for rows in (6, 18)]
-    assert read_mind_news(folders).ids == [f'N{number + 1}' for number in range(18)]
-
-
 def test_impressions_are_what_the_file_says(folder, news):
     found = read_mind_behaviors(folder, news.rows)
     lines = [line.split('\t') for line in (folder / 'behaviors.tsv').read_text().splitlines()]

@@ -27,14 +27,6 @@ def test_amazon_reviews_of_both_layouts_are_read(tmp_path, name, year):
     assert len(read_amazon(path, sample=7)) == 7
 
 
-def test_amazon_reviews_without_a_text_can_be_left_out(tmp_path):
-    path = tmp_path / 'x.json'
-    path.write_text('\n'.join(json.dumps(dict(reviewText=text, overall=5.0)) for text in ('a', None)))
-    with pytest.raises(ValueError, match="line 2, column 'reviewText': expected a text, got None"):
-        read_amazon(path)
-    assert len(read_amazon(path, drop_incomplete=True)) == 1
-
-
 @pytest.mark.parametrize(
     ('content', 'message'),
     [
@@ -59,16 +51,6 @@ def test_jmars_has_ten_classes(tmp_path):
     assert dataset.features['label'].names == [str(rating) for rating in range(1, 11)]
     assert dataset['label'][:] == [*range(10)] * 2
     assert_texts_are_of_their_classes(dataset)
-
-
-def test_unrated_reviews_of_jmars_can_be_left_out(tmp_path):
-    path = write_jmars(tmp_path / 'data.json', rows=11)
-    reviews = json.loads(path.read_text())
-    reviews[10]['rating'] = None
-    path.write_text(json.dumps(reviews))
-    with pytest.raises(ValueError, match="column 'rating': expected a label, got None"):
-        read_jmars(path)
-    assert len(read_jmars(path, drop_incomplete=True)) == 10
 
 
 def test_a_small_part_of_jmars_may_lack_ratings(tmp_path):

@@ -59,15 +59,6 @@ def test_a_copy_of_a_hub_data_set_is_read(tmp_path):
         read_hub_summaries(str(folder), 'body', 'highlights', split='test', **options)
 
 
-def test_columns_of_the_text_are_joined_and_a_sample_keeps_the_order(tmp_path):
-    rows = [dict(title=f't{i}', body=f'b{i}', short=f's{i}') for i in range(50)]
-    path = write(tmp_path / 'x.jsonl', rows)
-    found = pairs(read_summaries(path, ['title', 'body'], 'short', sample=7, seed=3))
-    every = [(f't{i} b{i}', f's{i}') for i in range(50)]
-    assert len(found) == 7
-    assert found == [pair for pair in every if pair in found]
-
-
 def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
     texts = ['A title\n\nBody, one.\n\nTwo.\n', '\n A title\r\nBody.', 'A title\n\n ', ' One line ']
     path = write(tmp_path / 'x.jsonl', [dict(text=text, summary='s') for text in texts])
@@ -84,8 +75,6 @@ def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ('content', 'options', 'message'),
     [
-        ('{"text": "a", "summary": "b"}\n{"text": "a", ', {}, r'x\.jsonl, line 2, column 15: not JSON'),
-        ('{"text": "a"}\n', {}, r'x\.jsonl, line 1: expected the columns text, summary, got text'),
         ('{"text": 3, "summary": "b"}\n', {}, r"line 1, column 'text': expected a text, got 3"),
         ('{"text": "a", "summary": null}\n', {}, r"line 1, column 'summary': expected a text, got None"),
         ('{"text": "a", "summary": " "}\n', {}, r'line 1: expected a summary, got a blank one'),
@@ -105,12 +94,6 @@ def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
             {'split': 'test', 'split_column': 'part'},
             r"expected rows with part = 'test' in .*, got 0x{39}, 1x{39}, 2x{39}, 3x{39}, 4x{39} and others$",
         ),
-        (
-            '{"text": "a", "summary": "b"}\n',
-            {'summary': 'highlights', 'drop_incomplete': True},
-            r'x\.jsonl, line 1: expected the columns text, highlights, got text, summary',
-        ),
-        ('{"text": "a", "summary": "b"}\n', {'sample': 0}, 'sample must be at least 1, got 0'),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(tmp_path, content, options, message):
