@@ -102,13 +102,13 @@ demo: $(STAMP)
 	$(PY) -m train.imagenet --config configs/finetune.yaml data.dir=tests/assets/clothing data.img_size=64 \
 	run.dir=runs/demo run.overwrite=true
 	$(PY) -m tools.eval_resolution --checkpoint runs/demo --data tests/assets/clothing --sizes 64 96 128
-	$(PY) -m tools.visualize_bias --checkpoint runs/demo
+	$(PY) -m tools.report --checkpoint runs/demo --only biases
 	$(PY) -m tools.report --checkpoint runs/demo --images tests/assets/clothing/validation
 	@echo
 	@echo 'Everything is in runs/demo. Look at:'
 	@echo '  runs/demo/curves.png             loss and accuracy by epoch'
 	@echo '  runs/demo/eval_resolution.png    accuracy at sizes that it was not trained at'
-	@echo '  runs/demo/position_biases.png    what the position biases have become'
+	@echo '  runs/demo/biases.png             what the position biases have become'
 	@echo '  runs/demo/report.html            these, the keys and the attention of four photographs on a page'
 	$(if $(PHOTO),@echo '  runs/demo/pretrained.html        the keys and the attention of the packaged weights')
 	@echo 'Try next:'

@@ -139,7 +139,7 @@ def test_every_command_runs_with_errors_of_one_line(path):
 
 @pytest.mark.parametrize(
     'command',
-    [['train.imagenet', '--config', 'none.yaml'], ['tools.visualize_bias', '--checkpoint', 'none.pth']],
+    [['train.imagenet', '--config', 'none.yaml'], ['tools.report', '--checkpoint', 'none.pth', '--only', 'biases']],
     ids=lambda command: command[0],
 )
 def test_a_command_ends_with_one_line_and_code_2(command, monkeypatch, capfd):

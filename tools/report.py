@@ -1,6 +1,9 @@
 """Write a web page about a trained AFT model: what it is, what it has learned, what it makes of some photographs.
 
 python -m tools.report --checkpoint FILE_OR_DIR --images FOLDER --out DIR/report.html
+python -m tools.report --checkpoint FILE_OR_DIR --only biases --layers 1 3 5 7 9 11
+python -m tools.report --checkpoint FILE_OR_DIR --only keys --images FILE --out keys.png
+python -m tools.report --checkpoint FILE_OR_DIR --only attention --images FILE --query 4 5 --out attention.png
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, of which
 --max-images are shown, evenly spaced over the sorted paths. Where their folders are named after classes, the page has
@@ -8,28 +11,33 @@ the accuracy by class and by size of the files, and right and wrong answers. It 
 6 to 8) and how sparse they are, the average relative attention (Fig. 5), and for each photograph the prediction, the
 keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint
 are next to them; with --vit, the attention of a ViT. The curves of training are on it where summary.csv is next to
-the checkpoint, the accuracy by image size where eval_resolution.json of tools.eval_resolution is and is not older. The
-page is one file and asks nothing of a network (needs matplotlib).
+the checkpoint. The page is one file and asks nothing of a network (needs matplotlib).
+
+--only writes one picture as a PNG: the position biases, or of one photograph the keys or the attention of a token, with
+the likeliest classes. A row of it is a layer and a column a head, or a channel of a model without heads. Rows, columns,
+layers and heads count from 1; layers with softmax attention count too. --exponentiated draws exp(w) instead of
+exp(w) - 1, as Fig. 3.
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tools.arguments import CommandParser, add_device, add_size, check_out, parse_positive
+
+PICTURES = ('biases', 'keys', 'attention')
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
-    parser.add_argument('--images', type=Path, required=True, help='a folder with images, searched through')
+    parser.add_argument('--images', type=Path, help='a folder with images, searched through; with --only a photograph')
+    parser.add_argument('--only', choices=PICTURES, help='write this picture instead of the page')
     parser.add_argument('--before', type=Path, help='a checkpoint whose position biases go on the left')
     parser.add_argument('--vit', help="a checkpoint of a ViT, or timm's name of one with published weights")
     parser.add_argument('--max-images', type=int, default=4, help='photographs that are shown (default: 4)')
@@ -46,9 +54,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--max-heads', type=parse_positive, default=16, help='heads per layer that are drawn (default: 16)'
     )
+    only = [
+        parser.add_argument('--heads', type=int, nargs='+', help='heads to draw (default: evenly spaced ones)'),
+        parser.add_argument('--layers', type=int, nargs='+', help='layers to draw (default: all)'),
+        parser.add_argument('--exponentiated', action='store_true', help='draw exp(w) instead of exp(w) - 1'),
+    ]
     add_device(parser)
-    parser.add_argument('--out', type=Path, help='the page (default: report.html next to the checkpoint)')
-    return parser.parse_args(argv)
+    parser.add_argument('--out', type=Path, help='the file (default: report.html or KIND.png next to the checkpoint)')
+    args = parser.parse_args(argv)
+    if args.images is None and args.only != 'biases':
+        parser.error('--images is missing: a folder, or a photograph for --only keys or attention')
+    if args.only is None and (wrong := [each for each in only if getattr(args, each.dest) != each.default]):
+        parser.error(f'{wrong[0].option_strings[0]} belongs to --only')
+    return args
 
 
 if __name__ == '__main__':
@@ -62,47 +80,47 @@ from tqdm import tqdm
 from aft_vision import __version__
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
-from aft_vision.files import find_checkpoint
 from aft_vision.models.checkpoint import load_model, read_record
-from aft_vision.resolution import draw_sizes
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import (
     Report,
-    Section,
+    capture_mixers,
     describe_targets,
-    figure_png,
+    draw_implicit_attention,
+    draw_key_maps,
+    draw_position_biases,
     find_photographs,
+    load_photograph,
+    predictions,
     read_history,
     render_page,
     report_sections,
+    save_figure,
 )
-from aft_vision.visualize.page import picture
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Write the page and return its path.
+    """Write the page or the picture, and return its path.
 
     Raises:
-        ValueError: a checkpoint, the folder, the size, the query, the device or the run's config.yaml is not valid,
-            or --out is a folder.
+        ValueError: a checkpoint, the images, the size, the query, a head, a layer, the device or the run's config.yaml
+            is not valid, or --out is a folder.
     """
     args = parse_args(argv)
     folder = args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent
-    out = args.out or folder / 'report.html'
+    name = f'{args.only}.png' if args.only else 'report.html'
+    out = args.out or folder / name
     if out.is_dir():
-        raise ValueError(f'expected the file of the page, got the folder {out}: try --out {out / "report.html"}')
-    check_out(out, args.checkpoint, args.before, Path(args.vit) if args.vit else None)
+        raise ValueError(f'expected a file, got the folder {out}: try --out {out / name}')
+    check_out(out, args.checkpoint, args.before, args.images, Path(args.vit) if args.vit else None)
+    if args.only:
+        save_figure(draw(args), out)
+        print(f'the picture is in {out}')
+        return out
     words = sys.argv[1:] if argv is None else argv
     report = collect(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
-    sections = [*report_sections(report)]
-    sizes = folder / 'eval_resolution.json'
-    if sizes.is_file() and is_older(sizes, args.checkpoint):
-        print(f'{sizes} is older than {args.checkpoint} and left out; tools.eval_resolution --overwrite replaces it')
-    elif sizes.is_file():
-        first = sum(section.title in ('Model', 'Training') for section in sections)
-        sections.insert(first, Section('Image sizes', partial(sizes_section, sizes)))
     parts = []
-    with tqdm(sections, unit='section', disable=None) as progress:
+    with tqdm(report_sections(report), unit='section', disable=None) as progress:
         for section in progress:
             progress.set_description(section.title)
             parts.append((section.title, section.build()))
@@ -110,6 +128,27 @@ def main(argv: Sequence[str] | None = None) -> Path:
     out.write_text(render_page(f'Report on {report.name}', parts), encoding='utf-8', errors='replace')
     print(f'the report is in {out}')
     return out
+
+
+def draw(args: argparse.Namespace) -> Any:
+    """Draw the picture of --only."""
+    device = resolve_device(args.device)
+    model = resize_model(load_model(args.checkpoint, device), args.size)
+    heads, layers = ([x - 1 for x in numbers] if numbers else None for numbers in (args.heads, args.layers))
+    options: dict[str, Any] = dict(heads=heads, max_heads=args.max_heads)
+    if args.only == 'biases':
+        before = load_model(args.before, device) if args.before else None
+        options |= dict(before=before, layers=layers, exponentiated=args.exponentiated)
+        return draw_position_biases(model, **options)
+    photograph = load_photograph(args.images, model, args.size)
+    logits, found = capture_mixers(model, photograph.images.to(device))
+    text = '\n'.join(f'{100 * chance:5.1f}%  {name}' for name, chance in predictions(model, logits))
+    options |= dict(chosen_layers=layers, text=text)
+    if args.only == 'keys':
+        return draw_key_maps(photograph, found, **options)
+    height, width = found[0].grid
+    row, column = args.query or (height // 2 + 1, width // 2 + 1)
+    return draw_implicit_attention(photograph, found, (row - 1, column - 1), **options)
 
 
 def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
@@ -148,21 +187,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
         raise ValueError(f'expected the config of a run of train.imagenet, got no sections in {path}')
     return config
-
-
-def is_older(table: Path, checkpoint: Path) -> bool:
-    """Return whether a table was written before the weights of a checkpoint file, run or exported folder."""
-    weights = find_checkpoint(checkpoint)
-    weights = weights / 'config.json' if weights.is_dir() else weights
-    return weights.exists() and table.stat().st_mtime_ns < weights.stat().st_mtime_ns
-
-
-def sizes_section(path: Path) -> str:
-    """Draw the accuracies by image size that tools.eval_resolution wrote, with their checkpoint and data."""
-    found = json.loads(path.read_text())
-    alt = f'Accuracy, speed and memory at {len(found["sizes"])} image sizes'
-    caption = f'{found["checkpoint"]} on {found["data"]}, from {path.name}.'
-    return picture(figure_png(draw_sizes(found['sizes'], found['train_size'])), alt, caption)
 
 
 def origin(command: str) -> dict[str, str]:

@@ -137,7 +137,6 @@ def draw_position_biases(
     heads: Sequence[int] | None = None,
     layers: Sequence[int] | None = None,
     exponentiated: bool = False,
-    same_scale: bool = False,
 ) -> Any:
     """Draw exp(w) - 1 of a model: a row per layer and a column per head, or a picture per layer for a single head.
 
@@ -150,7 +149,6 @@ def draw_position_biases(
         heads: Indices of heads; None means evenly spaced ones.
         layers: Indices of blocks, those with softmax attention counted; None is all that have biases.
         exponentiated: Draw exp(w) from the smallest to the largest value, as AFT Fig. 3 does.
-        same_scale: One scale for all pictures.
 
     Returns:
         A matplotlib Figure.
@@ -163,49 +161,40 @@ def draw_position_biases(
     biases = {title: _biases_by_layer(model) for title, model in models.items()}
     _check_match(list(biases.values()))
     layers = check_layers(layers, biases[list(biases)[-1]])
-    found = [biases[title][layer] for title in biases for layer in layers]
-    heads = check_indices('head', heads, len(found[0]), max_heads)
+    heads = check_indices('head', heads, len(biases[list(biases)[-1]][layers[0]]), max_heads)
     if exponentiated:
         biases = {title: {layer: bias + 1 for layer, bias in each.items()} for title, each in biases.items()}
-    shared = _limits(torch.cat([bias[heads].flatten() + exponentiated for bias in found]), exponentiated)
-    cell = _CellMaker(exponentiated, shared if same_scale else None)
+    cell = _CellMaker(exponentiated)
     many = len(heads) > 1
     blocks: list[Block] = []
     for title, each in biases.items():
         rows = (_head_rows if many else _layer_rows)(each, heads, layers, cell)
         # The rows of both models show the same layers.
         blocks.append(Block(title, [('' if blocks else label, cells) for label, cells in rows]))
-    ends: tuple[str, ...] = cell.ends
-    if same_scale:
-        ends = tuple(number(value) for value in (shared if exponentiated else (shared[0], 0.0, shared[1])))
-    side = 0.62 if many else 1.7
-    return draw_grid(blocks, cell.title, cell.note, ends, cell.cmap, side)
+    return draw_grid(blocks, cell.title, cell.note, cell.ends, cell.cmap, 0.62 if many else 1.7)
 
 
 class _CellMaker:
-    """A function that makes the picture of one head, with its own scale or a common one."""
+    """A function that makes the picture of one head, with its own scale."""
 
-    def __init__(self, exponentiated: bool, shared: tuple[float, float] | None) -> None:
-        self.exponentiated, self.shared = exponentiated, shared
+    def __init__(self, exponentiated: bool) -> None:
+        self.exponentiated = exponentiated
         self.cmap = SEQUENTIAL if exponentiated else DIVERGING
         if exponentiated:
             self.title = 'Exponentiated position biases exp(w)'
-            self.note = 'The bias multiplies the weight of a source by exp(w).'
+            self.note = 'The bias multiplies the weight of a source by exp(w). Below: the smallest and the largest.'
             self.ends: tuple[str, ...] = ('smallest', 'largest')
-            below = 'Below each picture: its smallest and largest value.'
         else:
             self.title = 'Position biases exp(w) - 1'
-            self.note = 'Red: the bias increases the weight of a source; blue: decreases it; white: no change.'
+            self.note = (
+                'Red: the bias increases the weight of a source; blue: decreases it; white: no change.\n'
+                'Each picture has its own scale, given below it.'
+            )
             self.ends = ('minus the number', '0', 'plus the number')
-            below = 'Each picture has its own scale, given below it.'
-        if shared is None:
-            self.note += ' ' + below if exponentiated else f'\n{below}'
 
     def __call__(self, bias: Tensor, title: str = '') -> Cell:
-        low, high = self.shared or _limits(bias, self.exponentiated)
-        caption = ''
-        if self.shared is None:
-            caption = f'{number(low)} to {number(high)}' if self.exponentiated else f'\u00b1{number(high)}'
+        low, high = _limits(bias, self.exponentiated)
+        caption = f'{number(low)} to {number(high)}' if self.exponentiated else f'\u00b1{number(high)}'
         return Cell(bias, low, high, title, caption)
 
 

@@ -1,7 +1,5 @@
 import base64
 import io
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -26,7 +24,6 @@ CHROMIUM = next(
 )
 CONV = dict(depth=1, embed_dim=8, patch_size=8, num_heads=4, kernel_size=3, num_classes=3)
 VIT = dict(depth=1, embed_dim=8, patch_size=8, num_heads=2, num_classes=3, img_size=32)
-SPEEDS = ('images_per_second', 'peak_memory_mb')
 VOID = {'meta', 'img', 'link', 'br'}
 
 
@@ -69,12 +66,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vit = save(folder / 'vit.pth', 'vit_tiny_patch16_224', VIT)
     (folder / 'summary.csv').write_text('epoch,train_loss,eval_top1\n0,2.0,30.0\n1,1.5,41.25\n')
     (folder / 'config.yaml').write_text('optim: {label_smoothing: 0.1}\naugment: {mixup: 0.0, cutmix: 0.0}\n')
-    rows = [
-        {'height': side, 'width': side, 'top1': 40.0, 'top5': 80.0, 'samples': 10} | dict.fromkeys(SPEEDS, 1.0)
-        for side in (32, 64)
-    ]
-    table = {'checkpoint': 'runs/<other>/best.pth', 'data': 'birds', 'train_size': [32, 32], 'sizes': rows}
-    (folder / 'eval_resolution.json').write_text(json.dumps(table))
     for name, image in zip(('shoe', 'shirt', 'shirt'), photographs(3, (48, 40)), strict=True):
         (folder / 'images' / name).mkdir(exist_ok=True, parents=True)
         image.save(folder / 'images' / name / f'{len(list((folder / "images" / name).iterdir()))} & co.png')
@@ -90,7 +81,6 @@ def test_the_page_is_well_formed_and_has_every_section(report):
     titles = [
         'Model',
         'Training',
-        'Image sizes',
         'Accuracy',
         'Position biases',
         'Average relative attention',
@@ -100,22 +90,6 @@ def test_the_page_is_well_formed_and_has_every_section(report):
     assert len(page.all('h1')) == 1
     identifiers = {f'#{section["id"]}' for section in page.all('section')}
     assert {link['href'] for link in page.all('a')} == identifiers
-
-
-def test_the_accuracy_by_image_size_names_its_checkpoint_and_data(report):
-    assert 'runs/&lt;other&gt;/best.pth on birds' in report.read_text()
-
-
-@pytest.mark.parametrize('older', [False, True])
-def test_a_table_of_image_sizes_from_before_the_checkpoint_is_left_out(report, tmp_path, monkeypatch, capsys, older):
-    monkeypatch.setattr('tools.report.report_sections', lambda _: ())
-    for name in ('best.pth', 'eval_resolution.json'):
-        shutil.copy(report.parents[1] / name, tmp_path / name)
-    written = (tmp_path / 'best.pth').stat().st_mtime
-    os.utime(tmp_path / 'eval_resolution.json', (written, written + (-1 if older else 1)))
-    page = main(['--checkpoint', str(tmp_path), '--images', str(report.parents[1] / 'images')]).read_text()
-    assert ('<h2>Image sizes</h2>' in page) is not older
-    assert ('eval_resolution.json is older' in capsys.readouterr().out) is older
 
 
 def test_the_page_asks_for_nothing_and_runs_nothing(report):
@@ -130,8 +104,8 @@ def test_the_page_asks_for_nothing_and_runs_nothing(report):
 
 def test_every_picture_decodes_and_says_what_it_shows(report):
     pictures = Page(report.read_text()).all('img')
-    # Curves, sizes, examples, biases, relative attention, and keys and implicit attention of a photograph.
-    assert len(pictures) == 7
+    # Curves, examples, biases, relative attention, and keys and implicit attention of a photograph.
+    assert len(pictures) == 6
     for picture in pictures:
         image = Image.open(io.BytesIO(base64.b64decode(picture['src'].partition('base64,')[2])))
         image.load()
@@ -216,7 +190,7 @@ def test_a_model_without_one_grid_of_tokens_is_rejected(tmp_path):
 
 
 def test_a_folder_in_place_of_the_page_is_named_before_anything_is_drawn(tmp_path):
-    with pytest.raises(ValueError, match=r'the file of the page, got the folder .*: try --out .*report\.html'):
+    with pytest.raises(ValueError, match=r'a file, got the folder .*: try --out .*report\.html'):
         main(['--checkpoint', 'missing', '--images', 'missing', '--out', str(tmp_path)])
 
 
@@ -256,3 +230,57 @@ def test_a_damaged_config_is_named(tmp_path, content):
     (tmp_path / 'config.yaml').write_text(content)
     with pytest.raises(ValueError, match=r'a run of train\.imagenet, got no sections in .*config\.yaml'):
         read_config(tmp_path / 'config.yaml')
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> list[str]:
+    save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV | {'depth': 2})
+    photographs(1, (48, 64))[0].save(tmp_path / 'image.png')
+    return ['--checkpoint', str(tmp_path / 'best.pth'), '--images', str(tmp_path / 'image.png'), '--size', '32']
+
+
+def test_each_picture_goes_next_to_the_checkpoint_or_where_it_is_wanted(picture, tmp_path, capsys):
+    drawn = [Image.open(main([*picture, '--only', name])).convert('RGB') for name in ('biases', 'keys', 'attention')]
+    assert all(len(image.getcolors(1 << 24)) > 100 for image in drawn)
+    assert f'the picture is in {tmp_path / "biases.png"}' in capsys.readouterr().out
+    path = tmp_path / 'new' / 'keys.png'
+    main([*picture, '--only', 'keys', '--heads', '1', '3', '--layers', '2', '--out', str(path)])
+    assert Image.open(path).size[1] < drawn[1].size[1]
+
+
+def test_a_query_other_than_the_centre_is_another_picture(picture, tmp_path):
+    centre, same, corner = (
+        main([*picture, '--only', 'attention', *query, '--out', str(tmp_path / f'{name}.png')]).read_bytes()
+        for name, query in (('a', []), ('b', ['--query', '3', '3']), ('c', ['--query', '1', '1']))
+    )
+    assert centre == same != corner
+
+
+@pytest.mark.parametrize(
+    ('extra', 'message'),
+    [
+        (['--only', 'attention', '--query', '5', '1'], 'a query row from 1 to 4 and a column from 1 to 4, got 5 and 1'),
+        (['--only', 'keys', '--heads', '5'], 'heads from 1 to 4, got 5'),
+        (['--only', 'biases', '--layers', '0'], r'layers with an AFT mixer \(1, 2\), got 0'),
+        (['--only', 'keys', '--size', '30'], r'multiples of the patch size \(8, 8\), got \(30, 30\)'),
+    ],
+)
+def test_what_the_model_does_not_have_is_rejected(picture, extra, message):
+    with pytest.raises(ValueError, match=message):
+        main([*picture, *extra])
+
+
+@pytest.mark.parametrize('name', ['image.png', 'best.pth'])
+def test_what_a_picture_is_made_of_is_not_overwritten(picture, tmp_path, name):
+    with pytest.raises(ValueError, match=rf'another place than that of .*{name}, which is read, got --out'):
+        main([*picture, '--only', 'keys', '--out', str(tmp_path / name)])
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [([], '--images is missing'), (['--images', 'a', '--layers', '1'], '--layers belongs to --only')],
+)
+def test_options_that_do_not_go_together_are_rejected(options, message, capsys):
+    with pytest.raises(SystemExit):
+        main(['--checkpoint', 'best.pth', *options])
+    assert message in capsys.readouterr().err

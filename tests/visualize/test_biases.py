@@ -168,9 +168,7 @@ def test_statistics_of_pairs_are_those_of_the_sources_of_a_target(kind):
     assert 0 < found['entropy'] < found['uniform']
 
 
-@pytest.mark.parametrize(
-    'options', [{'exponentiated': True}, {'same_scale': True}, {'layers': [1]}, {'heads': [3, 0]}, {'before': True}]
-)
+@pytest.mark.parametrize('options', [{'exponentiated': True}, {'layers': [1]}, {'heads': [3, 0]}, {'before': True}])
 def test_each_option_changes_the_picture(tmp_path, options):
     model = make_model('conv')
     save_figure(draw_position_biases(model), tmp_path / 'plain.png')

@@ -1,6 +1,8 @@
 import math
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -92,3 +94,34 @@ def test_a_table_that_counts_from_1_has_the_curves_of_a_history_that_counts_from
     )
     found = [[list(line.get_xdata()) for line in axes.lines] for axes in (ours, theirs)]
     assert found[0] == found[1] == [[1, 2], [1, 2]]
+
+
+def make_run(folder: Path, nats: float) -> Path:
+    """A run of two epochs of 20 updates of half a second, whose loss is the same all the time."""
+    folder.mkdir()
+    steps = ''.join(f'{u},{u / 2},{nats}\n' for u in range(10, 50, 10))
+    (folder / 'steps.csv').write_text(f'update,seconds,loss\n{steps}')
+    (folder / 'summary.csv').write_text('epoch,train_updates,train_total_seconds,eval_bits\n0,20,10,4.0\n1,40,20,3.0\n')
+    return folder
+
+
+def test_names_are_drawn_as_they_are(tmp_path):
+    runs = {
+        name: make_run(tmp_path / str(number), 2.2) for number, name in enumerate(('$x_{2$', '_a', 'b$', 'caf\udce9'))
+    }
+    figure = draw_bits(runs)
+    # Of an open formula matplotlib says that it cannot be read.
+    figure.draw_without_rendering()
+    (legend,) = filter(None, (panel.get_legend() for panel in figure.axes))
+    assert len(legend.get_texts()) == 2 * len(runs)
+
+
+def test_the_curves_have_their_bits_by_update_and_by_seconds(tmp_path):
+    run = make_run(tmp_path / 'run', 2.0794415416798357)
+    panels = draw_bits({'run': run}, 'bits/dim').axes
+    for axes, training, evaluated in zip(
+        panels, ([10, 20, 30, 40], [5, 10, 15, 20]), ([20, 40], [10, 20]), strict=True
+    ):
+        lines = {line.get_label(): line.get_xydata() for line in axes.lines}
+        assert lines['run, training (moving average)'] == pytest.approx(np.array([[x, 3.0] for x in training]))
+        assert lines['run, evaluated'].tolist() == [[x, y] for x, y in zip(evaluated, (4.0, 3.0), strict=True)]

@@ -51,7 +51,6 @@ if __name__ == '__main__':
 
 from aft_vision.commandline import run_command
 from aft_vision.files import write_json
-from tools.compare_runs import format_table
 from tools.machine import count_cores
 
 
@@ -85,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in models:
         add(name, epochs)
     cells = [[f'{x:.4g}' if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
-    print(format_table([*rows[0]], *cells))
+    print(*('\t'.join(line) for line in ([*rows[0]], *cells)), sep='\n')
 
 
 def plan_epochs(trials: Sequence[dict[str, Any]], seconds: float) -> int:
