@@ -43,20 +43,6 @@ def test_loaders_are_compared_with_the_first_and_with_those_that_they_replace(tm
     assert f'{small["per_second"]:.4g}' in shown
 
 
-def test_a_profile_has_every_kind_of_layer_and_leaves_out_those_in_them(tmp_path):
-    path, name = tmp_path / 'figures.json', 'aft_conv_nano'
-    main(['profile', '--models', name, '--sizes', '32', '--rounds', '2', '--allow-load', '--json', str(path)])
-    by_name = {}
-    for row in json.loads(path.read_text())['rows']:
-        assert row['milliseconds'] > 0
-        by_name.setdefault(row['name'], {})[row['what']] = row['milliseconds']
-    own, peer = by_name[name], by_name['deit_tiny_patch16_224']
-    assert set(own) - set(peer) == {'blocks.attn.kernel'}
-    assert {'patch_embed.proj', 'blocks.norm1', 'blocks.attn.qkv', 'blocks.mlp.act', 'blocks', 'model'} <= set(peer)
-    # The twelve blocks do little themselves: two additions.
-    assert peer['blocks'] < sum(peer.values()) / 2
-
-
 def test_a_loaded_machine_is_not_measured_unless_that_is_wanted(monkeypatch):
     monkeypatch.setattr(machine, 'SAMPLE_SECONDS', 0.0)
     monkeypatch.setattr('tools.machine.LoadMeter.load', lambda meter: 0.54)
@@ -107,12 +93,10 @@ def test_the_help_of_a_section_tells_its_own_defaults(section, capsys):
         (['table', '9'], 'invalid choice'),
         (['ops', '--groups', 'conv2'], 'invalid choice'),
         ([], 'required: SECTION'),
-        (['ops', '--png', 'x.png'], '--png of ops goes only with --tokens'),
         (['loader', 'folder', '--rounds', '0'], "expected a number from 1 on, got '0'"),
         (['ops', '--training'], '--training of ops goes only with --tokens'),
         (['ops', '--tokens', '--groups', 'full'], '--groups of ops goes only without --tokens'),
         (['text', '--tokens', '16', '--behaviors'], '--tokens of text goes only without --behaviors'),
-        (['text', '--behaviors', '5', '--png', 'x.png'], '--png of text goes only without --behaviors'),
         *(
             (['models', '--runtimes', 'onnxruntime', 'openvino', *words], f'{words[0]} of models goes only with torch')
             for words in (['--dtype', 'bfloat16'], ['--training'], ['--compile'], ['--device', 'cuda'])

@@ -26,9 +26,9 @@ def small(monkeypatch):
 
 
 @pytest.mark.usefixtures('unmetered')
-def test_every_encoder_is_measured_at_lengths_drawn_and_written(tmp_path, capsys):
-    files = ['--png', str(tmp_path / 'curves.png'), '--json', str(tmp_path / 'figures.json')]
-    main(['text', '--tokens', '32', '16', '--total-tokens', '32', '--rounds', '1', '--allow-load', *files])
+def test_every_encoder_is_measured_at_lengths_and_written(tmp_path, capsys):
+    file = ['--json', str(tmp_path / 'figures.json')]
+    main(['text', '--tokens', '32', '16', '--total-tokens', '32', '--rounds', '1', '--allow-load', *file])
     written, names = json.loads((tmp_path / 'figures.json').read_text()), ALL
     assert sorted(ENCODERS.split()) == sorted(text.fastformer.ENCODERS)
     for direction in ('forward', 'training'):
@@ -38,7 +38,6 @@ def test_every_encoder_is_measured_at_lengths_drawn_and_written(tmp_path, capsys
         assert [(row['tokens'], row['batch_size'], row['name']) for row in rows] == [
             (tokens, batch, name) for tokens, batch in ((16, 2), (32, 1)) for name in names
         ]
-    assert (tmp_path / 'curves.png').stat().st_size > 10_000
     shown = capsys.readouterr().out
     assert all(name in shown for name in names)
 

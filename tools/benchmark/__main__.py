@@ -2,7 +2,6 @@
 
 ops         Operations and layers against attention, in groups of one shape; with --tokens operations at lengths T.
 models      Image classifiers of timm at several sizes against --baseline, in torch, onnxruntime and OpenVINO.
-profile     Milliseconds of each kind of layer of an image classifier, next to --baseline.
 decode      A token of the pixel models of AFT Table 2 with the state of what came before, for 1 and 16 images.
 text        Text encoders at lengths T (Fastformer Fig. 2); with --behaviors M the latency of a request (Table 8).
 loader      Loaders of training images: images/s and CPU time, next to timm's and FFCV's own.
@@ -26,7 +25,7 @@ from typing import Any
 
 from tools.arguments import DTYPES, CommandParser, parse_count, parse_positive, parse_size
 
-TINY, SMALL = 'deit_tiny_patch16_224', 'deit_small_patch16_224'
+SMALL = 'deit_small_patch16_224'
 PEERS = 'cpubone_b0_bfrobust poolformer_s12 convnext_tiny mambaout_tiny xcit_small_12_p16_224'
 OURS = 'aft_conv_small aft_conv_small_k11_h16 aft_full_small'
 ENCODERS = 'transformer fastformer longformer bigbird linformer linear_transformer poolingformer'
@@ -54,7 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     'most_seconds': dict(type=float, metavar='S', help='a call may take'),
     'rounds': dict(type=parse_positive, help='each times every row once'),
     'dtype': dict(choices=DTYPES, help='of q, k and v of operations, of autocast of all else'),
-    'png': dict(type=Path, metavar='FILE', help='draw the curves (needs matplotlib)'),
     'device': dict(help='where to measure; auto is CUDA where there is one'),
     'threads': dict(type=parse_positive, help='of torch on the CPU'),
     'allow_load': dict(action='store_true', help='report although other processes use the machine'),
@@ -63,17 +61,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # The options of each section with their defaults: values, the words of a list, and in parentheses what is chosen later.
 COMMON = dict(threads="(torch's own choice)", allow_load=False, json=None)
 DEVICE_OPTIONS = dict(dtype='float32', device='cpu', **COMMON)
-TOKENS = dict(tokens=None, png=None)
 SECTIONS: dict[str, dict[str, Any]] = {
     'ops': dict(groups=GROUPS, batch_size='(that of the group)', compile=False, graph=False)
-    | dict(TOKENS, training=False, most_seconds=5.0, rounds=15, **DEVICE_OPTIONS),
+    | dict(tokens=None, training=False, most_seconds=5.0, rounds=15, **DEVICE_OPTIONS),
     'models': dict(models=f'{OURS} {PEERS}', baseline=SMALL, runtimes='torch', batch_size=4)
     | dict(sizes='224 384 512 1024', training=False, compile=False, graph=False, rounds=5, **DEVICE_OPTIONS),
-    'profile': dict(models='aft_conv_tiny aft_conv_tiny_k11_h32 aft_full_tiny', baseline=TINY, batch_size=1)
-    | dict(sizes='224 384', rounds=15, device='cpu', **COMMON),
     'decode': dict(rounds=5, **COMMON),
     'text': dict(models=ENCODERS, behaviors=None, rounds='(3, with --behaviors 100)')
-    | dict(TOKENS, total_tokens=65536, most_seconds=30.0, **DEVICE_OPTIONS),
+    | dict(tokens=None, total_tokens=65536, most_seconds=30.0, **DEVICE_OPTIONS),
     'loader': dict(data=None, batch_size=64, img_size=224, workers='(one per core)', rounds=5, **COMMON),
     'goals': dict(rows='(1 to 21)', rounds=15, **COMMON) | dict(threads='(at most 2)'),
     'table': dict(number=None, batch_size='(32 images, 1 sequence)', img_size='(that of the table)')
@@ -81,8 +76,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 # For an option of a section the others that go only with it, and those that go only without it.
 EXCLUSIVE_OPTIONS = {
-    'ops': ('tokens', ('training', 'most_seconds', 'png'), ('groups', 'batch_size', 'compile', 'graph')),
-    'text': ('behaviors', (), ('tokens', 'total_tokens', 'most_seconds', 'png')),
+    'ops': ('tokens', ('training', 'most_seconds'), ('groups', 'batch_size', 'compile', 'graph')),
+    'text': ('behaviors', (), ('tokens', 'total_tokens', 'most_seconds')),
 }
 # Options of the section models that other runtimes do not have.
 TORCH_OPTIONS = ('dtype', 'training', 'compile', 'graph', 'device')
@@ -125,15 +120,15 @@ import torch
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
 from aft_vision.ops.common.choice import choices_path, describe_choices
-from tools.benchmark.printer import format_rows, plot_curves
+from tools.benchmark.printer import format_rows
 from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Print the measurements of a section, draw them and write them as JSON if wanted.
+    """Print the measurements of a section, and write them as JSON if wanted.
 
     Returns:
-        `machine` and `backends` (each a line for a device), `settings` (without the files to write), `load` (the share
+        `machine` and `backends` (each a line for a device), `settings` (without the file to write), `load` (the share
         of the cores that other processes used meanwhile, or None), `rows`, and `fits` where there are some.
 
     Raises:
@@ -172,15 +167,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print('', f'choices measured on this machine, in {choices_path()}', *choices, '', sep='\n')
     if load is not None:
         print(f'other processes used {load:.1%} of the cores')
-    files = ('json', 'png')
-    settings = {name: value for name, value in vars(args).items() if value is not None and name not in files}
+    settings = {name: value for name, value in vars(args).items() if value is not None and name != 'json'}
     result: dict[str, Any] = {'machine': machine, 'backends': backends, 'load': load, 'settings': settings}
     result |= {'rows': report.rows, **({'fits': report.fits} if report.fits else {})}
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=2, default=str) + '\n')
-    if report.fits and args.png is not None:
-        plot_curves(report, args.png)
     if is_goals and any(row['verdict'] in ('below', 'failed') for row in report.rows):
         raise SystemExit(1)
     return result

@@ -1,10 +1,7 @@
-"""Rows of measurements as text and as pictures: one table printer and one plot for every section."""
+"""Rows of measurements as text: one table printer for every section."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from aft_vision.visualize import new_figure, save_figure
 
 # Characters of an error that are shown; the JSON has all of it.
 LONGEST_ERROR = 100
@@ -30,31 +27,6 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
         reason = f'  {row["error"][:LONGEST_ERROR]}' if 'error' in row else ''
         lines.append(line.rstrip() + reason)
     return '\n'.join(lines)
-
-
-def plot_curves(report: Report, path: Path) -> None:
-    """Draw the rows of each fit with logarithmic axes, a panel for each direction and quantity.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    panels = list(dict.fromkeys((fit['direction'], fit['quantity']) for fit in report.fits))
-    figure = new_figure(7 * len(panels), 5.5)
-    for axes, (direction, quantity) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        unit = 2**20 if quantity.endswith('bytes') else 1
-        own = [fit for fit in report.fits if (fit['direction'], fit['quantity']) == (direction, quantity)]
-        for place, fit in enumerate(own):
-            kept = (row for row in report.rows if (row['name'], row['direction']) == (fit['name'], direction))
-            points = [(row['tokens'], row[quantity] / unit) for row in kept if row.get(quantity)]
-            exponent = 'no exponent' if fit['exponent'] is None else f'exponent {fit["exponent"]:.2f}'
-            # Every other line is dashed, so that one that lies on another does not hide it.
-            style, label = '--' if place % 2 else '-', f'{fit["name"]}: {exponent}'
-            axes.plot(*zip(*points, strict=True), linestyle=style, marker='o', markersize=4, label=label)
-        axes.set(xlabel=COLUMNS['tokens'][0], ylabel=COLUMNS[quantity][0], xscale='log', yscale='log', title=direction)
-        axes.grid(alpha=0.3, which='both')
-        axes.legend(fontsize=8)
-    figure.suptitle(report.head)
-    save_figure(figure, path)
 
 
 def _show(row: dict[str, Any], key: str) -> str:
