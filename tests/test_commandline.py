@@ -11,8 +11,7 @@ import pytest
 
 from aft_vision import commandline
 from aft_vision.commandline import run_command
-from tools.arguments import CommandParser
-from train.arguments import CommandParser as TrainParser
+from command_line import CommandParser
 
 ROOT = Path(__file__).parents[1]
 # Without the package, whose import takes seconds.
@@ -87,18 +86,16 @@ def test_other_processes_wait_for_the_first_to_speak(monkeypatch, capsys):
     assert capsys.readouterr().err == 'error: process 1: a\n'
 
 
-@pytest.mark.parametrize('kind', [CommandParser, TrainParser])
-def test_the_help_is_as_written_and_has_the_debug_option(monkeypatch, kind):
+def test_the_help_is_as_written_and_has_the_debug_option(monkeypatch):
     monkeypatch.setattr(sys.modules['__main__'], '__spec__', SimpleNamespace(name='tools.some.__main__'))
-    lines = kind('What it does.\n\nsome  text').format_help().splitlines()
+    lines = CommandParser('What it does.\n\nsome  text').format_help().splitlines()
     assert lines[0] == 'usage: python -m tools.some [-h] [--debug]'
     assert lines[2:5] == ['What it does.', '', 'some  text']
-    assert kind(None).parse_args(['--debug']).debug
+    assert CommandParser(None).parse_args(['--debug']).debug
 
 
-@pytest.mark.parametrize('kind', [CommandParser, TrainParser])
-def test_a_wrong_option_is_one_line(kind, capsys):
-    parser = kind('What it does.')
+def test_a_wrong_option_is_one_line(capsys):
+    parser = CommandParser('What it does.')
     parser.add_argument('--rounds', type=int)
     with pytest.raises(SystemExit) as stop:
         parser.parse_args(['--rounds', 'many'])
@@ -106,10 +103,9 @@ def test_a_wrong_option_is_one_line(kind, capsys):
     assert capsys.readouterr().err == "error: argument --rounds: invalid int value: 'many'; --help shows the usage\n"
 
 
-@pytest.mark.parametrize('kind', [CommandParser, TrainParser])
 @pytest.mark.parametrize('typed', ['--modl x', '--modl=x', '--modl x --data d'])
-def test_a_misspelt_option_names_the_nearest_one(kind, typed, capsys):
-    parser = kind('Text.')
+def test_a_misspelt_option_names_the_nearest_one(typed, capsys):
+    parser = CommandParser('Text.')
     parser.add_argument('--model', required=True)
     parser.add_argument('--data', required=True)
     with pytest.raises(SystemExit) as stopped:

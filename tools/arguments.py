@@ -1,47 +1,14 @@
-"""Options and parsers that the command lines of the tools share."""
+"""Options that the command lines of the tools share."""
 
 import argparse
 import ast
 import contextlib
-import difflib
-import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 # Beside the checkpoints of a run: its experiment and metrics, and what an exported folder is loaded from.
 MODEL_FILES = ('config.yaml', 'summary.csv', 'config.json', 'model.safetensors')
 DTYPES = ('float32', 'bfloat16', 'float16')
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser with an unformatted description, --debug, and one-line errors.
-
-    A command parses its arguments once before its slow imports too, so that --help and errors are immediate.
-    """
-
-    def __init__(self, description: str | None, prog: str | None = None) -> None:
-        module = getattr(sys.modules['__main__'], '__spec__', None)
-        if prog is None and module is not None:
-            prog = f'python -m {module.name.removesuffix(".__main__")}'
-        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.add_argument('--debug', action='store_true', help='show the traceback of an error')
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given = sys.argv[1:] if args is None else list(args)
-        found, rest = super().parse_known_args(args, namespace)
-        # Of a parser within another one, whose options that one does not know.
-        if any(each.startswith('--') for each in rest):
-            self.error(f'unrecognized arguments: {" ".join(rest)}')
-        return found, rest
-
-    def error(self, message: str) -> NoReturn:
-        # argparse does not say which option it does not know if another one is missing.
-        for given in (each.partition('=')[0] for each in getattr(self, '_given', ()) if each.startswith('--')):
-            near = difflib.get_close_matches(given, self._option_string_actions, n=1)
-            if near and not any(option.startswith(given) for option in self._option_string_actions):
-                message = f'there is no option {given}; did you mean {near[0]}?'
-                break
-        self.exit(2, f'error: {message}; --help shows the usage\n')
 
 
 class KeyValues(argparse.Action):

@@ -16,7 +16,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_sampling, check_out
+from command_line import CommandParser
+from tools.arguments import add_sampling, check_out
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -36,15 +36,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import (
-    CommandParser,
-    KeyValues,
-    add_data_arguments,
-    add_device,
-    add_overwrite,
-    check_new,
-    parse_sizes,
-)
+from command_line import CommandParser
+from tools.arguments import KeyValues, add_data_arguments, add_device, add_overwrite, check_new, parse_sizes
 
 
 def by_area(sizes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -14,7 +14,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_device, parse_positive
+from command_line import CommandParser
+from tools.arguments import add_device, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -27,7 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, add_device, add_size, check_out, parse_positive
+from command_line import CommandParser
+from tools.arguments import add_device, add_size, check_out, parse_positive
 
 PICTURES = ('biases', 'keys', 'attention')
 

@@ -21,7 +21,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_sampling, check_out, parse_positive
+from command_line import CommandParser
+from tools.arguments import add_sampling, check_out, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import CommandParser, KeyValues, add_license, check_out, parse_count, parse_size
+from command_line import CommandParser
+from tools.arguments import KeyValues, add_license, check_out, parse_count, parse_size
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

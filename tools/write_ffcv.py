@@ -15,7 +15,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser, add_overwrite, check_new, parse_positive
+from command_line import CommandParser
+from tools.arguments import add_overwrite, check_new, parse_positive
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
