@@ -7,11 +7,11 @@ python -m tools.report --checkpoint FILE_OR_DIR --only attention --images FILE -
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, of which
 --max-images are shown, evenly spaced over the sorted paths. Where their folders are named after classes, the page has
-the accuracy by class and by size of the files, and right and wrong answers. It has the position biases (AFT Fig. 1, 3,
-6 to 8) and how sparse they are, the average relative attention (Fig. 5), and for each photograph the prediction, the
-keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint
-are next to them; with --vit, the attention of a ViT. The curves of training are on it where summary.csv is next to
-the checkpoint. The page is one file and asks nothing of a network (needs matplotlib).
+the accuracy by class, and right and wrong answers. It has the position biases (AFT Fig. 1, 3, 6 to 8) and how sparse
+they are, the average relative attention (Fig. 5), and for each photograph the prediction, the keys (Fig. 9 to 12) and
+the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint are next to them; with
+--vit, the attention of a ViT. The curves of training are on it where summary.csv is next to the checkpoint. The page is
+one file and asks nothing of a network (needs matplotlib).
 
 --only writes one picture as a PNG: the position biases, or of one photograph the keys or the attention of a token, with
 the likeliest classes. A row of it is a layer and a column a head, or a channel of a model without heads. Rows, columns,

@@ -1,19 +1,15 @@
-"""Accuracy on labelled photographs: by the size of their files, by class, and some right and wrong answers."""
+"""Accuracy on labelled photographs: by class, and some right and wrong answers."""
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 
 from aft_vision.visualize.figure import choose, literal, new_figure
 from aft_vision.visualize.photographs import class_labels, load_batches, load_photograph
 
-# Shorter sides of files, in pixels, that separate the bins.
-EDGES = (64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MAX_CLASSES = 40
 # With fewer images the interval of 95 % is wider than 40 points, and equal classes look very different.
 MIN_IMAGES = 20
@@ -25,13 +21,11 @@ class LabelledPrediction(NamedTuple):
     """A photograph whose class is known, and what a model takes it for.
 
     Attributes:
-        short_side: Shorter side of the file in pixels.
         truth, prediction: Indices of classes.
         probability: Share that the model gives its prediction, in [0, 1].
     """
 
     path: Path
-    short_side: int
     truth: int
     prediction: int
     probability: float
@@ -57,12 +51,8 @@ def predict_labelled(
     if not logits:
         return []
     probability, prediction = torch.cat(logits).float().softmax(1).max(1)
-    sides = []
-    for path in labelled:
-        with Image.open(path) as image:
-            sides.append(min(image.size))
     truths = [index[path.parent.name] for path in labelled]
-    found = zip(labelled, sides, truths, prediction.tolist(), probability.tolist(), strict=True)
+    found = zip(labelled, truths, prediction.tolist(), probability.tolist(), strict=True)
     return [LabelledPrediction(*each) for each in found]
 
 
@@ -80,19 +70,6 @@ def standard_error(right: int, count: int) -> float:
     return math.sqrt(share * (1 - share) / count)
 
 
-def by_size(answers: Sequence[LabelledPrediction]) -> dict[str, list[LabelledPrediction]]:
-    """Return photographs by the bin of EDGES that the shorter side of their file is in, small ones first.
-
-    Bins of fewer than MIN_IMAGES are left out.
-    """
-    bounds = [0, *EDGES, math.inf]
-    groups = {}
-    for low, high in pairwise(bounds):
-        name = f'below {high}' if low == 0 else f'{low} and more' if high == math.inf else f'{low} to {int(high) - 1}'
-        groups[name] = [each for each in answers if low <= each.short_side < high]
-    return {name: group for name, group in groups.items() if len(group) >= MIN_IMAGES}
-
-
 def by_class(answers: Sequence[LabelledPrediction], names: Sequence[str]) -> dict[str, list[LabelledPrediction]]:
     """Return photographs by the name of their class, the most accurate class last.
 
@@ -108,11 +85,12 @@ def by_class(answers: Sequence[LabelledPrediction], names: Sequence[str]) -> dic
     return {name: groups[name] for name in order}
 
 
-def draw_groups(groups: dict[str, list[LabelledPrediction]], label: str, total: float) -> Any:
-    """Draw the accuracy of groups of photographs as points with intervals of 95 %, and that of all as a line.
+def draw_classes(groups: dict[str, list[LabelledPrediction]], label: str, total: float) -> Any:
+    """Draw the accuracy of classes as points with intervals of 95 %, and that of all as a line.
 
     Args:
-        label: What the groups are.
+        groups: From `by_class`.
+        label: Of the axis.
         total: Accuracy of all photographs, in [0, 1].
 
     Returns:

@@ -16,9 +16,8 @@ from aft_vision.visualize.accuracy import (
     MAX_CLASSES,
     MIN_IMAGES,
     by_class,
-    by_size,
+    draw_classes,
     draw_examples,
-    draw_groups,
     predict_labelled,
     standard_error,
 )
@@ -140,24 +139,21 @@ def _accuracy_section(report: Report) -> str:
     right = sum(each.is_right for each in answers)
     share, error = right / len(answers), standard_error(right, len(answers))
     height, width = report.size or default_size(report.model)
-    sizes, classes = by_size(answers), by_class(answers, names)
+    classes = by_class(answers, names)
     images = Counter(each.truth for each in answers)
     count = sum(number >= MIN_IMAGES for number in images.values())
     parts = [
         paragraph(
             f'Top-1 {100 * share:.1f}% with a standard error of {100 * error:.1f}, on {len(answers)} images whose '
             f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels. '
-            'Points in the pictures have intervals of 95 % (Wilson), and the number of images is in brackets. '
-            f'Groups of fewer than {MIN_IMAGES} images are left out: {len(images) - count} of {len(images)} '
-            f'classes, and {len(answers) - sum(map(len, sizes.values()))} of {len(answers)} images by the size of '
-            'their file.'
+            'Points in the picture have intervals of 95 % (Wilson), and the number of images is in brackets. '
+            f'{len(images) - count} of {len(images)} classes, which have fewer than {MIN_IMAGES} images, are left out.'
         )
     ]
     by = f'class: the {MAX_CLASSES} lowest and highest of {count}' if len(classes) == MAX_CLASSES < count else 'class'
-    for groups, label, kind in ((sizes, 'shorter side of the file (px)', 'size'), (classes, by, by)):
-        if len(groups) > 1:
-            alt = f'Top-1 by {kind}, with intervals of 95 %: {len(groups)} groups of images'
-            parts.append(picture(figure_png(draw_groups(groups, label, share)), alt))
+    if len(classes) > 1:
+        alt = f'Top-1 by {by}, with intervals of 95 %: {len(classes)} classes'
+        parts.append(picture(figure_png(draw_classes(classes, by, share)), alt))
     alt = f'Right predictions above, wrong ones below, with the class of each image, of {len(answers)} images'
     caption = 'Evenly spaced over the right answers (above) and the wrong ones (below); percent is the probability.'
     parts.append(picture(figure_png(draw_examples(answers, names, report.model, size=report.size)), alt, caption))

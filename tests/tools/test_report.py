@@ -125,7 +125,7 @@ def test_the_page_says_what_the_checkpoint_knows(report):
     assert 'before: entropy' in text
     assert re.search(r'Top-1 \d+\.\d% with a standard error of \d+\.\d, on 3 images', text)
     assert 'at 32 × 32 pixels.' in text
-    assert 'of fewer than 20 images are left out: ' in text
+    assert '2 of 2 classes, which have fewer than 20 images, are left out.' in text
     assert 'The centre of a picture is the token itself' in text
     assert 'Prediction, truth: shirt' in text
 

@@ -9,9 +9,8 @@ from helpers import photographs
 from aft_vision.visualize.accuracy import (
     LabelledPrediction,
     by_class,
-    by_size,
+    draw_classes,
     draw_examples,
-    draw_groups,
     interval,
     predict_labelled,
     standard_error,
@@ -20,8 +19,8 @@ from aft_vision.visualize.accuracy import (
 NAMES = ['hat', 'shoe', 'shirt']
 
 
-def make_answer(truth: int, prediction: int, side: int = 200) -> LabelledPrediction:
-    return LabelledPrediction(Path('any.png'), side, truth, prediction, 0.5)
+def make_answer(truth: int, prediction: int) -> LabelledPrediction:
+    return LabelledPrediction(Path('any.png'), truth, prediction, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -44,17 +43,6 @@ def few(monkeypatch):
 
 
 @pytest.mark.usefixtures('few')
-def test_images_are_grouped_by_the_shorter_side_of_their_file():
-    found = by_size([make_answer(0, 0, side) for side in (2000, 63, 64, 128, 150, 191)])
-    assert {name: [each.short_side for each in group] for name, group in found.items()} == {
-        'below 64': [63],
-        '64 to 95': [64],
-        '128 to 191': [128, 150, 191],
-        '1024 and more': [2000],
-    }
-
-
-@pytest.mark.usefixtures('few')
 def test_classes_are_sorted_by_their_accuracy_and_of_many_the_ends_are_kept(monkeypatch):
     answers = [make_answer(0, 1), make_answer(0, 0), make_answer(1, 1), make_answer(2, 0)]
     assert list(by_class(answers, NAMES)) == ['shirt', 'hat', 'shoe']
@@ -62,16 +50,15 @@ def test_classes_are_sorted_by_their_accuracy_and_of_many_the_ends_are_kept(monk
     assert list(by_class(answers, NAMES)) == ['shirt', 'shoe']
 
 
-def test_groups_of_fewer_than_20_images_are_left_out():
-    answers = [make_answer(0, 0, 100)] * 20 + [make_answer(1, 1, 300)] * 19
+def test_classes_of_fewer_than_20_images_are_left_out():
+    answers = [make_answer(0, 0)] * 20 + [make_answer(1, 1)] * 19
     assert list(by_class(answers, NAMES)) == ['hat']
-    assert list(by_size(answers)) == ['96 to 127']
 
 
 @pytest.mark.usefixtures('few')
 def test_points_have_their_intervals_and_class_names():
     groups = by_class([make_answer(0, 1), make_answer(0, 0), make_answer(1, 1)], NAMES)
-    axes = draw_groups(groups, 'class', 2 / 3).axes[0]
+    axes = draw_classes(groups, 'class', 2 / 3).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ['hat (2)', 'shoe (1)']
     spread, point, *_, line = axes.get_lines()
     low, high = interval(1, 2)
@@ -95,7 +82,6 @@ def test_photographs_of_named_folders_are_judged_as_the_model_sees_them(tmp_path
         image.save(paths[-1])
     shoe, hat = predict_labelled(model, paths)
     assert (shoe.is_right, hat.is_right) == (True, False)
-    assert shoe.short_side == 40
     assert hat.probability == pytest.approx(math.e / (math.e + 2))
     assert predict_labelled(model, paths[2:]) == []
     figure = draw_examples([shoe, hat], NAMES, model, columns=2)
