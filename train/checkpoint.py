@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -30,9 +30,6 @@ RESULTS = ('curves.png', 'result.json', 'steps.csv', 'eval_resolution.json', 'ev
 # Keys of `run` that affect updates, and keys of other sections that do not.
 RUN_KEYS = ('seed', 'amp')
 LOADING_KEYS = ('data.num_workers', 'data.eval_batch_size', 'data.download')
-
-# Parts of a checkpoint without which no run goes on, besides its progress.
-PARTS = ('state_dict', 'ema_state_dict', 'optimizer', 'scaler', 'config', 'world_size')
 
 _logger = logging.getLogger(__name__)
 
@@ -139,48 +136,32 @@ def lock_run(folder: Path) -> Iterator[None]:
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    file = _open_locked(folder / LOCK)
-    try:
-        for path in folder.glob('.*.tmp'):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        yield
-    finally:
-        # Before unlocking: a process that waits for this file then finds that it was removed.
-        (folder / LOCK).unlink(missing_ok=True)
-        file.close()
-        if is_new:
-            # Remove the folder if it is empty: the run did not start.
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
-
-def _open_locked(path: Path) -> IO[str]:
-    while True:
-        file = path.open('a+')
+    with (folder / LOCK).open('a+') as file:
         try:
             # Unlike flock's, these locks are not inherited by loading processes, which outlive a killed run.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
             owner = file.read().strip() or 'another process'
-            file.close()
             raise FileExistsError(
-                f'expected a folder in which no other run is going on, got {path.parent}, where {owner} trains; '
-                'set run.dir, or wait for its end'
+                f'expected a folder in which no other run is going on, got {folder}, where {owner} trains; set '
+                'run.dir, or wait for its end'
             ) from error
         except OSError as error:
-            _logger.warning('%s is not locked against other runs: %s', path.parent, error)
+            _logger.warning('%s is not locked against other runs: %s', folder, error)
+        file.truncate(0)
+        file.write(f'process {os.getpid()} of {socket.gethostname()}\n')
+        file.flush()
         try:
-            is_named = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        except FileNotFoundError:
-            is_named = False
-        if is_named:
-            file.truncate(0)
-            file.write(f'process {os.getpid()} of {socket.gethostname()}\n')
-            file.flush()
-            return file
-        # The run that held the lock has just ended.
-        file.close()
+            for path in folder.glob('.*.tmp'):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            yield
+        finally:
+            (folder / LOCK).unlink(missing_ok=True)
+            if is_new:
+                # Remove the folder if it is empty: the run did not start.
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
 
 def holds_run(folder: Path) -> bool:
@@ -248,17 +229,14 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     path, content = found
     if 'optimizer' not in content:
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
-    missing = [name for name in (*PARTS, *vars(state.progress)) if name not in content and name != 'best']
-    if missing:
-        raise ValueError(
-            f'expected a checkpoint with the whole state of a run, as {LAST} has, got {path} without '
-            f'{", ".join(missing)}; run.init_from starts a new run from its weights'
-        )
     if list(content['class_names']) != list(class_names):
         raise ValueError(f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others')
-    changes = [*_data_changes(content, data, path), *_changes(content, state.record, state.world.size)]
+    changes: list[str] = []
     try:
+        changes += [*_data_changes(content, data, path), *_changes(content, state.record, state.world.size)]
         state.load_state_dict(content, source=str(path))
+    except KeyError as error:
+        raise ValueError(f'expected a checkpoint with the whole state of a run, got {path} without {error}') from error
     except ValueError as error:
         of_model = [change for change in changes if change.startswith('model.')]
         raise ValueError('; '.join([str(error), *of_model])) from error

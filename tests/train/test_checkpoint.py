@@ -121,22 +121,6 @@ def test_a_folder_can_be_locked_again_after_an_error(tmp_path):
         pass
 
 
-def test_a_lock_whose_owner_removes_it_meanwhile_is_made_again(tmp_path, monkeypatch):
-    fstat, removed = os.fstat, []
-
-    def fstat_and_remove(descriptor: int) -> os.stat_result:
-        # The owner ends after the file was opened, before its name is looked up.
-        if not removed:
-            removed.append(True)
-            (tmp_path / '.lock').unlink()
-        return fstat(descriptor)
-
-    monkeypatch.setattr(os, 'fstat', fstat_and_remove)
-    with lock_run(tmp_path):
-        assert removed
-        assert (tmp_path / '.lock').exists()
-
-
 def test_a_run_in_a_folder_where_another_trains_is_refused(tmp_path, holder):
     config, photographs = tmp_path / 'x.yaml', link_photographs(tmp_path / 'photographs', 2, 1, classes=2)
     config.write_text('augment: {repeats: 1}\nschedule: {epochs: 1, warmup_epochs: 0}\n')

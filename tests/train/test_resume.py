@@ -200,20 +200,6 @@ def test_other_data_are_not_gone_on_with(small, whole, tmp_path):
         main([*small, *other])
 
 
-@pytest.mark.parametrize('name', ['epoch', 'updates', 'history', 'updates_per_epoch', 'config', 'scaler'])
-def test_a_checkpoint_without_a_part_of_the_state_is_refused_before_its_weights_are_loaded(
-    small, whole, tmp_path, monkeypatch, name
-):
-    content = torch.load(whole / 'last.pth', weights_only=True)
-    del content[name]
-    torch.save(content, tmp_path / 'part.pth')
-    monkeypatch.setattr('train.state.load_matching_state_dict', lambda *_, **__: pytest.fail('weights were loaded'))
-    with pytest.raises(
-        ValueError, match=rf'the whole state of a run, .*, got .*part\.pth without {name}; run\.init_from'
-    ):
-        main([*small, f'run.resume={tmp_path / "part.pth"}', f'run.dir={tmp_path / "run"}'])
-
-
 @pytest.mark.parametrize(
     ('change', 'found'),
     [('remove', '59 training samples, was 60'), ('rename', '60 training samples in files of other names')],
