@@ -2,23 +2,22 @@
 
 import contextlib
 import fcntl
+import io
 import logging
 import os
 import re
 import tarfile
 import tempfile
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 from timm.data import ImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
-from timm.data.readers.reader_image_in_tar import ReaderImageInTar, TarState, extract_tarinfos
 from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, OtherDataset, PartOfDataset
@@ -275,24 +274,8 @@ def _open_folder(folder: Path) -> Split:
     if not class_folders:
         flat = f'{len(paths)} images without one; {PREPARATION}' if paths else 'none'
         raise ValueError(f'expected one folder per class in {folder}, got {flat}')
-    others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
-    if not paths:
-        raise ValueError(f'expected images in the class folders of {folder}, got none{others}')
     astray = [path for path in paths if Path(path).parent.parent != folder]
-    if astray:
-        raise ValueError(f'expected images only in the class folders of {folder}, got {min(astray)}')
-    labels = [os.path.basename(os.path.dirname(path)) for path in paths]
-    without_images = sorted(set(class_folders) - set(labels))
-    if without_images:
-        raise ValueError(
-            f'expected images in every class folder of {folder}, got none in {_few(without_images)}{others}'
-        )
-    _check_names(class_folders, folder)
-    names = sorted(class_folders, key=_natural_order)
-    reader = _FolderReader(folder, names, zip(paths, labels, strict=True))
-    dataset = CheckedImageDataset(str(folder), reader=reader)
-    dataset.targets = np.array([target for _, target in reader.samples])
-    return Split(dataset, names, ignored=describe_ignored(ignored))
+    return _make_split(folder, _FolderReader, paths, class_folders, astray, ignored)
 
 
 def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[str] | None = None) -> Split:
@@ -301,41 +284,61 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     Args:
         whole: Names of splits; if none exists, all class folders are opened. None raises an error instead.
     """
-    dataset = _read_tar(path)
-    reader = dataset.reader
-    folders = [PurePosixPath(sample[0].name).parent for sample in reader.samples]
-    inner = next(
-        (tar for (_, _, tar), folder in zip(reader.samples, folders, strict=True) if tar and not folder.name), None
-    )
-    if inner is not None:
-        raise ValueError(
-            f'expected images in class folders of {path}, got a tar file of them, {inner.name}: unpack it; '
-            f'{PREPARATION}'
-        )
-    parents = {folder.parent for folder in folders}
+    members = _read_members(path)
+    kinds, suffixes = {name: file_kind(name) for name in members}, image_suffixes()
+    images = [name for name, member in members.items() if not member.isdir() and kinds[name] in suffixes]
+    places = {name: PurePosixPath(name) for name in members}
+    parents = {places[name].parent.parent for name in images}
+    if not images:
+        raise ValueError(f'expected images in class folders in {path}, got none')
+    links = [name for name in images if not members[name].isfile()]
+    if links:
+        raise ValueError(f'expected files in {path}, got the link {links[0]}; tar --dereference --hard-dereference')
     undivided = whole is not None and not {parent.name for parent in parents}.intersection(whole)
     splits = _split_folders(parents, path, None if undivided else wanted)
-    chosen = [i for i, folder in enumerate(folders) if folder.parent in splits]
-    for sample, folder in zip(reader.samples, folders, strict=True):
-        if folder.parent not in splits and splits & {folder, *folder.parents}:
-            raise ValueError(f'expected images only in the class folders of {path}, got {sample[0].name} in it')
-    used = {folders[i].name for i in chosen}
+    inside = [name for name in members if splits & set(places[name].parents)]
+    chosen = [name for name in images if places[name].parent.parent in splits]
+    astray = sorted({*inside}.intersection(images).difference(chosen))
+    used = {places[name].parent.name for name in chosen}
     if '' in used:
         raise ValueError(f'expected images in class folders of {path}, got {len(chosen)} without one; {PREPARATION}')
-    try:
-        present, ignored = _look_through_tar(path, splits)
-    except tarfile.TarError as error:
-        raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
-    empty = sorted(present - used)
-    if empty:
-        others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
-        raise ValueError(f'expected images in every class folder of {path}, got none in {_few(empty)}{others}')
-    _check_names(used, path)
-    names = sorted(used, key=_natural_order)
-    class_to_idx = {name: index for index, name in enumerate(names)}
-    reader.samples = reader.samples[chosen]
-    reader.targets = [class_to_idx[folders[i].name] for i in chosen]
-    dataset.targets = np.array(reader.targets)
+    folders = {places[name].name for name in inside if members[name].isdir() and places[name].parent in splits}
+    shown = {name for name in folders if not is_hidden(name) and name != MACOS_FOLDER}
+    others = [kinds[name] for name in inside if not members[name].isdir() and kinds[name] not in suffixes]
+    reader = partial(_TarReader, members)
+    return _make_split(path, reader, chosen, [*used | shown], astray, Counter(others))
+
+
+def _make_split(
+    place: Path,
+    make_reader: Callable[..., '_FolderReader'],
+    paths: Sequence[str],
+    class_folders: Sequence[str],
+    astray: Sequence[str],
+    ignored: Counter[str],
+) -> Split:
+    """Check and open the images of class folders.
+
+    Args:
+        astray: Images in no class folder, which are an error.
+        ignored: As in FoundImages.
+    """
+    others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
+    if not paths:
+        raise ValueError(f'expected images in the class folders of {place}, got none{others}')
+    if astray:
+        raise ValueError(f'expected images only in the class folders of {place}, got {min(astray)}')
+    labels = [os.path.basename(os.path.dirname(path)) for path in paths]
+    without_images = sorted(set(class_folders) - set(labels))
+    if without_images:
+        raise ValueError(
+            f'expected images in every class folder of {place}, got none in {_few(without_images)}{others}'
+        )
+    _check_names(class_folders, place)
+    names = sorted(class_folders, key=_natural_order)
+    reader = make_reader(place, names, zip(paths, labels, strict=True))
+    dataset = CheckedImageDataset(str(place), reader=reader)
+    dataset.targets = np.array([target for _, target in reader.samples])
     return Split(dataset, names, ignored=describe_ignored(ignored))
 
 
@@ -390,61 +393,32 @@ class _FolderReader(ReaderImageFolder):
         self.samples = sorted(found, key=lambda sample: _natural_order(sample[0]))
 
 
-class _TarReader(ReaderImageInTar):
-    """A timm reader for images of all supported suffixes, without an index file."""
+class _TarReader(_FolderReader):
+    """A timm reader for known images of a tar file; any number of processes can share it."""
 
-    def __init__(self, path: Path) -> None:
-        self.root, self.root_is_tar, self.cache_tarfiles = str(path), True, True
-        # timm would use a stale index after the file has changed.
-        found = extract_tarinfos(self.root, cache_tarinfo=False, extensions=image_suffixes())
-        samples, targets, self.class_name_to_idx, ((_, self.tar_state),) = found
-        kept = [i for i, (member, *_) in enumerate(samples) if not is_hidden(member.name)]
-        if not kept:
-            raise ValueError('no images')
-        self.samples, self.targets = samples[kept], targets[kept]
+    def __init__(self, members: Mapping[str, tarfile.TarInfo], *args: Any) -> None:
+        super().__init__(*args)
+        self.members = members
+
+    def __getitem__(self, index: int) -> tuple[IO[bytes], int]:
+        name, target = self.samples[index]
+        with open(self.root, 'rb') as file:
+            file.seek(self.members[name].offset_data)
+            return io.BytesIO(file.read(self.members[name].size)), target
 
 
-def _read_tar(path: Path) -> CheckedImageDataset:
+def _read_members(path: Path) -> dict[str, tarfile.TarInfo]:
+    """Return the members of an uncompressed tar file by name, after checking that it is whole."""
     try:
         with path.open('rb') as file:
             # The end marker of a tar file; without it, a file truncated between two members looks complete.
             file.seek(-1024, os.SEEK_END)
             if any(file.read()):
                 raise tarfile.ReadError('its end is missing')
-        reader = _TarReader(path)
+        with tarfile.open(path, 'r:', tarinfo=StrictTarInfo) as tar:
+            return {member.name: member for member in tar}
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
-    except ValueError as error:
-        if 'invalid literal for int' in str(error):
-            # timm's order of names.
-            raise ValueError(f'expected names in {path} with decimal digits only, got {error}; unpack it') from error
-        raise ValueError(f'expected images in class folders in {path}, got none') from error
-    dataset = CheckedImageDataset(str(path), reader=reader)
-    weakref.finalize(dataset, _close_tar, reader.tar_state)
-    return dataset
-
-
-def _close_tar(state: TarState) -> None:
-    # timm's reader opens the file at the first image and keeps it open.
-    if state.tf is not None:
-        state.tf.close()
-
-
-def _look_through_tar(path: Path, splits: set[PurePosixPath]) -> tuple[set[str], Counter[str]]:
-    """Return the names of the class folders of some splits, and the number of other files by kind."""
-    names: set[str] = set()
-    ignored: Counter[str] = Counter()
-    suffixes = {*image_suffixes(), '.tar'}
-    with tarfile.open(path, tarinfo=StrictTarInfo) as file:
-        for member in file:
-            place = PurePosixPath(member.name)
-            kind = file_kind(str(place))
-            if member.isdir() and place.parent in splits and place not in splits:
-                if not is_hidden(place.name) and place.name != MACOS_FOLDER:
-                    names.add(place.name)
-            elif not member.isdir() and splits & set(place.parents) and kind not in suffixes:
-                ignored[kind] += 1
-    return names, ignored
 
 
 def _check_names(names: Iterable[str], place: Path) -> None:
