@@ -5,7 +5,7 @@ torchrun --nproc-per-node 8 -m train.pixel --config FILE [section.key=value ...]
 
 FILE is a YAML experiment such as configs/pixel/aft_local_256_l24_d256.yaml; `section.key=value` changes one value, for
 example `data.dir=/data/cifar10 run.dir=runs/first run.max_seconds=600`. data.dir is a folder with cifar-10-batches-py
-(torchvision's) or cifar-10-batches-bin, or an .npz with x_train and x_test; nothing is downloaded.
+(torchvision's), or an .npz with x_train and x_test; nothing is downloaded.
 
 A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv and steps.csv,
 curves.png, result.json, tensorboard/, best.pth and last.pth, which tools.sample_pixels loads.

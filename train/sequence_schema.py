@@ -13,8 +13,7 @@ class PixelData:
     """The images of CIFAR10 and their batches.
 
     Attributes:
-        dir: A folder with `cifar-10-batches-py` or `cifar-10-batches-bin`, one of these folders, or an .npz with
-            x_train and x_test.
+        dir: A folder with `cifar-10-batches-py`, this folder, or an .npz with x_train and x_test.
         batch_size: Images per optimizer step, over all processes and accumulation steps.
         eval_batch_size: Images per batch of the evaluation; None means as many as the model processes at once in
             training.

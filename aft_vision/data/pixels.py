@@ -15,10 +15,6 @@ from aft_vision.data.ranges import check_ranges, within
 # (H, W, channels) of an image, and the sub-pixels of it.
 SHAPE = (32, 32, 3)
 TOKENS = 32 * 32 * 3
-# The binary version has the class of an image, then its red, green and blue planes.
-RECORD, RECORDS = 1 + TOKENS, 10_000
-BINARY = {'train': [f'data_batch_{i}.bin' for i in range(1, 6)], 'test': ['test_batch.bin']}
-PYTHON_FOLDER, BINARY_FOLDER = CIFAR10.base_folder, 'cifar-10-batches-bin'
 
 
 @dataclass(frozen=True)
@@ -51,12 +47,11 @@ def images_to_tokens(images: np.ndarray) -> np.ndarray:
 
 
 def read_cifar10(path: str | Path, split: str) -> np.ndarray:
-    """Read the images of CIFAR10 from any of its file formats; nothing is downloaded.
+    """Read the images of CIFAR10; nothing is downloaded.
 
     Args:
-        path: The folder `cifar-10-batches-py` (the Python version, which torchvision reads too),
-            `cifar-10-batches-bin` (the binary version), a folder with either of them in it, or an .npz with the arrays
-            x_train and x_test of shape (N, 32, 32, 3) and uint8, exact to the bit.
+        path: The folder `cifar-10-batches-py` (the Python version, which torchvision reads too), a folder with it in
+            it, or an .npz with the arrays x_train and x_test of shape (N, 32, 32, 3) and uint8, exact to the bit.
         split: `train` or `test`.
 
     Returns:
@@ -66,19 +61,15 @@ def read_cifar10(path: str | Path, split: str) -> np.ndarray:
         ValueError: the files are missing, damaged or of another length, or the images have another shape.
     """
     path = Path(path)
-    if split not in BINARY:
+    if split not in ('train', 'test'):
         raise ValueError(f'expected the split train or test, got {split!r}')
     if path.is_file():
         return _check_images(_read_npz(path, f'x_{split}'), path)
-    for folder, read in ((PYTHON_FOLDER, _read_python), (BINARY_FOLDER, _read_binary)):
-        for place in (path, path / folder):
-            if place.name == folder and place.is_dir():
-                return read(place, split)
-    # The binary files are recognised in any folder.
-    if (path / BINARY[split][0]).is_file():
-        return _read_binary(path, split)
+    for place in (path, path / CIFAR10.base_folder):
+        if place.name == CIFAR10.base_folder and place.is_dir():
+            return _read_python(place, split)
     raise ValueError(
-        f'expected CIFAR10 in {path}: {PYTHON_FOLDER}, {BINARY_FOLDER} or an .npz, got '
+        f'expected CIFAR10 in {path}: {CIFAR10.base_folder} or an .npz, got '
         f'{"none of them" if path.exists() else "nothing of this name"}'
     )
 
@@ -97,21 +88,6 @@ def _read_python(folder: Path, split: str) -> np.ndarray:
     except (RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f'expected the whole CIFAR10 in {folder}, got: {error}') from error
     return _check_images(images, folder)
-
-
-def _read_binary(folder: Path, split: str) -> np.ndarray:
-    batches = []
-    for name in BINARY[split]:
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f'expected {name} in {folder}, got a folder without it')
-        if path.stat().st_size != RECORDS * RECORD:
-            raise damaged(path, f'it should have {RECORDS * RECORD} bytes and has {path.stat().st_size}')
-        records = np.fromfile(path, dtype=np.uint8).reshape(RECORDS, RECORD)
-        if records[:, 0].max() > 9:
-            raise damaged(path, f'the classes should be 0 to 9, and one is {records[:, 0].max()}')
-        batches.append(records[:, 1:].reshape(RECORDS, 3, 32, 32).transpose(0, 2, 3, 1))
-    return np.ascontiguousarray(np.concatenate(batches))
 
 
 def _read_npz(path: Path, name: str) -> np.ndarray:

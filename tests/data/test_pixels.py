@@ -9,7 +9,7 @@ import torch
 from torchvision.datasets import CIFAR10
 
 from aft_vision import models
-from aft_vision.data import PixelAugmentation, images_to_tokens, pixels, read_cifar10
+from aft_vision.data import PixelAugmentation, images_to_tokens, read_cifar10
 
 RNG = np.random.default_rng(0)
 IMAGES = {
@@ -49,24 +49,13 @@ def python_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def binary_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(pixels, 'RECORDS', 2)
-    folder = tmp_path / 'cifar-10-batches-bin'
-    folder.mkdir()
-    for split, names in pixels.BINARY.items():
-        for name, data in zip(names, batches(split), strict=True):
-            (folder / name).write_bytes(np.insert(data, 0, [3, 9], axis=1).tobytes())
-    return folder
-
-
-@pytest.fixture
 def npz(tmp_path: Path) -> Path:
     np.savez(tmp_path / 'cifar.npz', **{f'x_{split}': images for split, images in IMAGES.items()})
     return tmp_path / 'cifar.npz'
 
 
 @pytest.mark.parametrize('split', ['train', 'test'])
-@pytest.mark.parametrize('version', ['python_version', 'binary_version', 'npz'])
+@pytest.mark.parametrize('version', ['python_version', 'npz'])
 def test_every_version_gives_the_images_in_their_order(version, split, request):
     path = request.getfixturevalue(version)
     places = [path] if path.is_file() else [path, path.parent]
@@ -74,11 +63,6 @@ def test_every_version_gives_the_images_in_their_order(version, split, request):
         found = read_cifar10(place, split)
         assert found.dtype == np.uint8
         np.testing.assert_array_equal(found, IMAGES[split])
-
-
-def test_the_published_sums_are_torchvisions_and_the_record_is_that_of_the_binary_version():
-    assert dict(CIFAR10.train_list)['data_batch_1'] == 'c99cafc152244af753f735de768cd75f'
-    assert pixels.RECORDS * pixels.RECORD == 30_730_000
 
 
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with cifar10_lossless.npz')
@@ -135,21 +119,6 @@ def test_a_damaged_pickle_is_named_with_both_sums(python_version):
         read_cifar10(python_version, 'train')
 
 
-def test_a_binary_file_of_the_wrong_length_is_named_with_both_lengths_and_its_sum(binary_version):
-    path = binary_version / 'test_batch.bin'
-    path.write_bytes(path.read_bytes()[:-1])
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    with pytest.raises(ValueError, match=rf'test_batch\.bin: .*6146 bytes and has 6145; its sha256 is {found}'):
-        read_cifar10(binary_version, 'test')
-
-
-def test_a_binary_file_with_a_class_that_there_is_not_is_damaged(binary_version):
-    path = binary_version / 'data_batch_2.bin'
-    path.write_bytes(b'\x0b' + path.read_bytes()[1:])
-    with pytest.raises(ValueError, match=r'data_batch_2\.bin: the classes should be 0 to 9, and one is 11; its sha256'):
-        read_cifar10(binary_version, 'train')
-
-
 def test_a_damaged_archive_is_named_with_its_sum(npz):
     content = npz.read_bytes()
     for damaged in (content[: len(content) // 2], b'', b'other', content[:500] + b'\xff' * 50 + content[550:]):
@@ -181,15 +150,12 @@ def test_other_arrays_are_rejected_with_both_numbers(arrays, message, tmp_path):
         read_cifar10(tmp_path / 'other.npz', 'test')
 
 
-def test_what_is_not_there_is_said(python_version, binary_version, tmp_path):
+def test_what_is_not_there_is_said(python_version, tmp_path):
     (python_version / 'data_batch_5').unlink()
     with pytest.raises(ValueError, match=r'expected data_batch_5 in '):
         read_cifar10(python_version, 'train')
-    (binary_version / 'test_batch.bin').unlink()
-    with pytest.raises(ValueError, match=r'expected test_batch\.bin in '):
-        read_cifar10(binary_version, 'test')
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(ValueError, match=r'CIFAR10 in .*empty: cifar-10-batches-py, .* got none of them'):
+    with pytest.raises(ValueError, match=r'CIFAR10 in .*empty: cifar-10-batches-py or an .npz, got none of them'):
         read_cifar10(tmp_path / 'empty', 'train')
     with pytest.raises(ValueError, match='got nothing of this name'):
         read_cifar10(tmp_path / 'nothing', 'train')
