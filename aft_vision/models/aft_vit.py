@@ -35,7 +35,7 @@ from aft_vision.layers.mixers import AFTMixer, find_mixer, split_arguments
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
-from aft_vision.models.state_dict import StateDictError, check_state_dict, resample_rows
+from aft_vision.models.state_dict import resample_rows
 from aft_vision.models.transfer_report import Report, describe_transfer
 from aft_vision.models.weight_files import packaged_weights
 
@@ -192,25 +192,6 @@ class AFTVisionTransformer(VisionTransformer):
             if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
                 self._model_args['final_norm'] = False
         return taken
-
-    @torch.jit.ignore
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict; raise a ValueError with the first differing keys for another architecture.
-
-        As in torch, what fits is loaded before.
-        """
-        try:
-            # Not by `super()`, which a scripted model does not have.
-            return nn.Module.load_state_dict(self, state_dict, strict=strict, assign=assign)
-        except RuntimeError as error:
-            # A hook may rename keys.
-            if not strict or any(module._load_state_dict_pre_hooks for module in self.modules()):
-                raise
-            try:
-                check_state_dict(self, state_dict)
-            except StateDictError as reason:
-                raise reason from error
-            raise
 
     def _embed(self, x: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, tuple[int, int] | None, Tensor | None]:
         # Tokens (B, T, C), their grid where the blocks need it, and their mask (B, T).

@@ -34,9 +34,9 @@ def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         if names
     ]
     if differences:
-        # A scripted model has the class of all scripted modules.
-        name = getattr(model, 'original_name', type(model).__name__)
-        raise StateDictError(f'expected weights of {name}, got those of another architecture: {"; ".join(differences)}')
+        raise StateDictError(
+            f'expected weights of {type(model).__name__}, got those of another architecture: {"; ".join(differences)}'
+        )
 
 
 def find_sizes(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,8 +20,6 @@ from aft_vision.models.deit_transfer import unwrap_state_dict
 from aft_vision.models.weight_files import check_checksum, load_torch_file
 
 WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
-# File names of weights on the hub.
-HUB_FILES = ('model.safetensors', 'pytorch_model.bin', 'open_clip_model.safetensors')
 # A state dict does not show whether a block norms before or after attention, so check the class.
 PRE_NORM_BLOCKS = (vision_transformer.Block, vision_transformer_relpos.RelPosBlock, beit.Block)
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct')
@@ -90,20 +88,27 @@ def build_model(name: str, **kwargs: Any) -> nn.Module:
     a licence, have none.
 
     Args:
-        name: As in `load_pretrained`.
+        name: Name in timm, `hf-hub:USER/NAME` or `local-dir:FOLDER`.
         kwargs: Passed to `timm.create_model`.
 
     Raises:
         ValueError: there is no such model, or it cannot be built with these arguments or these weights.
         ConnectionError: the weights cannot be downloaded.
     """
+    overlay = kwargs.get('pretrained_cfg_overlay') or {}
+    is_local = name.startswith('local-dir:') or overlay.get('file') or overlay.get('state_dict')
     try:
-        model = (load_pretrained if kwargs.get('pretrained') else timm.create_model)(name, **kwargs)
+        model = timm.create_model(name, **kwargs)
     # These are not about the arguments.
-    except (ConnectionError, ImportError, MemoryError, torch.OutOfMemoryError):
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     # timm checks neither arguments nor weights: an assertion, a division by zero, an error of safetensors.
     except Exception as error:
+        # The hub's errors are OSErrors too.
+        if isinstance(error, OSError) and kwargs.get('pretrained') and not is_local:
+            raise ConnectionError(
+                f'expected the weights of {name} from the network or the cache of the hub, got: {first_line(error)}'
+            ) from error
         given = ', '.join(f'{key}={shorten(repr(value), 200)}' for key, value in kwargs.items()) or 'no arguments'
         # torch lists what does not fit line by line.
         reason = shorten(str(error), 500) or type(error).__name__
@@ -111,7 +116,6 @@ def build_model(name: str, **kwargs: Any) -> nn.Module:
         if 'weights_only' in reason or 'weights only' in reason.lower():
             reason = 'its file of weights is damaged or holds more than tensors'
         raise ValueError(f'expected a model that can be built, got {name} with {given}: {reason}') from error
-    overlay = kwargs.get('pretrained_cfg_overlay') or {}
     if not kwargs.get('pretrained') or overlay.get('file') or overlay.get('state_dict'):
         set_license(model, overlay.get('license'))
     return model
@@ -123,51 +127,6 @@ def set_license(model: nn.Module, license: str | None) -> None:
     if cfg is not None:
         cfg.pop('license', None)
         cfg.update({} if license is None else {'license': license})
-
-
-def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
-    """Build a timm model with its published weights.
-
-    Args:
-        name: Name in timm, `hf-hub:USER/NAME` or `local-dir:FOLDER`.
-        kwargs: Passed to `timm.create_model`, whose other errors are passed on.
-
-    Raises:
-        ConnectionError: the weights are not in the hub's cache and cannot be downloaded. If the hub does not answer,
-            this takes at most 10 s, where timm would retry for a minute.
-    """
-    arguments = {'pretrained': True, **kwargs}
-    overlay = arguments.get('pretrained_cfg_overlay') or {}
-    is_local = name.startswith('local-dir:') or overlay.get('file') or overlay.get('state_dict')
-    if is_local or not arguments['pretrained']:
-        return timm.create_model(name, **arguments)
-    repository = name.split(':', 1)[1] if ':' in name else getattr(timm.get_pretrained_cfg(name), 'hf_hub_id', None)
-    try:
-        if repository:
-            _check_reachable(repository.split('@')[0], arguments.get('cache_dir'))
-        return timm.create_model(name, **arguments)
-    # The hub's errors are OSErrors too.
-    except OSError as error:
-        raise ConnectionError(
-            f'expected the weights of {name} from the network or the cache of the hub, got: {first_line(error)}'
-        ) from error
-
-
-def _check_reachable(repository: str, cache: str | Path | None) -> None:
-    """Raise a ConnectionError if the hub does not answer and its cache has no file; timm would retry for a minute."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if any(isinstance(try_to_load_from_cache(repository, file, cache), str) for file in HUB_FILES):
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(repository, 'config.json'), timeout=10)
-    except HfHubHTTPError:
-        # The hub answers; timm reports what is wrong with the name.
-        return
-    # Any error of the HTTP library.
-    except Exception as error:
-        raise ConnectionError(f'the hub does not answer ({first_line(error)})') from error
 
 
 def load_folder(path: Path, **kwargs: Any) -> nn.Module:
