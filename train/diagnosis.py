@@ -3,14 +3,13 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.data.loader import PrefetchLoader
 from timm.data.naflex_loader import NaFlexPrefetchLoader
-from timm.utils import unwrap_model
 from torch import nn
 
 from aft_vision.data import Draw
@@ -36,8 +35,8 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
 
     Returns:
         The JSON file: `images`, `windows` or `sequences` (indices into the data set), the first `layer` with an output
-        that is not finite ('' for the images, `teacher...` for a layer of the teacher), `weights` that are not finite,
-        and the ranges of `keys` and position `biases`.
+        that is not finite ('' for the images), `weights` that are not finite, and the ranges of `keys` and position
+        `biases`.
     """
     reached = state.progress
     world = state.world
@@ -94,9 +93,7 @@ def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[s
         keys[name] = [min(before[0], low), max(before[1], high)]
 
     hooks = []
-    teachers = _teachers(state)
-    taught = [named for teacher, _ in teachers for named in teacher.named_modules(prefix='teacher')]
-    for name, module in [*state.model.named_modules(), *taught]:
+    for name, module in state.model.named_modules():
         hooks.append(module.register_forward_hook(lambda m, args, y, name=name: note(name, y)))
         if isinstance(module, AFTMixer):
             keys_of = functools.partial(note_keys, name, module)
@@ -107,21 +104,10 @@ def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[s
             note('', x['patches'] if isinstance(x, dict) else x)
             with state.autocast():
                 state.model(x)
-                for teacher, normalize in teachers:
-                    teacher(normalize(x))
     finally:
         for hook in hooks:
             hook.remove()
     return {'layer': layers[0] if layers else None, 'keys': _strict(keys)}
-
-
-def _teachers(state: TrainState) -> list[tuple[nn.Module, Callable[[Any], torch.Tensor]]]:
-    """Return the teacher and the function that converts the model's images for it, or nothing without a teacher."""
-    task: Any = state.task
-    if not hasattr(task, 'teacher'):
-        return []
-    normalize = task.teacher.normalize_input
-    return [(unwrap_model(task.teacher.model), lambda x: normalize(x, task.student_mean, task.student_std))]
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """The run of any trainer, from its loaders and initial state to its checkpoints."""
 
-import secrets
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +8,10 @@ from aft_vision.visualize import new_figure
 from train.checkpoint import Saver, holds_run, remove_run, resume
 from train.config import continues, save_config
 from train.convert_schema import STAGES
-from train.distributed import World
 from train.engine import fit, is_complete
 from train.schema import Experiment, RunConfig
 from train.state import TrainState
 from train.throughput import measure_throughput, warm_up_ddp
-
-# In seconds: how long NFS may take to show a file of another node.
-MAX_WAIT_SECONDS = 5.0
 
 
 def find_run_dir(config: Experiment, file: Path, root: Path = Path('runs')) -> Path:
@@ -57,12 +51,10 @@ def train_run(
         experiment: The file to resume an interrupted run with; None for the one in the folder of the run.
 
     Raises:
-        ValueError: the checkpoint to resume from is not valid, or not the same in all processes, or the processes do
-            not share the folder of the run.
+        ValueError: the checkpoint to resume from is not valid, or not the same in all processes.
         SystemExit: a signal stopped the run; its state is saved.
     """
     run, world = state.run, state.world
-    _check_shared(run_dir, world)
     if run.resume is not None:
         resume(state, run_dir, run.resume, loaders.class_names, description['data'])
         reached = state.progress
@@ -91,28 +83,6 @@ def train_run(
         if world.is_primary:
             print(throughput)
     fit(state, loaders, Saver(run_dir, description, run.keep, run.save_minutes, experiment), progress)
-
-
-def _check_shared(run_dir: Path, world: World) -> None:
-    """Raise a ValueError unless all processes find in the folder of the run what the first one writes there."""
-    if not world.is_distributed:
-        return
-    # A new name, of which no node has an old entry; that of an unfinished file, which the next run would remove.
-    file = run_dir / f'.{world.largest(secrets.randbits(62) if world.is_primary else 0)}.tmp'
-    if world.is_primary:
-        file.touch()
-    world.wait()
-    end = time.monotonic() + MAX_WAIT_SECONDS
-    while not (found := file.exists()) and time.monotonic() < end:
-        time.sleep(0.1)
-    missing = world.largest(0 if found else world.rank)
-    if world.is_primary:
-        file.unlink()
-    if missing:
-        raise ValueError(
-            f'expected one folder of the run, but process {missing} does not find what process 0 has written; '
-            f'{run_dir.resolve()} must be the same folder on all nodes'
-        )
 
 
 def _begin(run_dir: Path, state: TrainState, keeps_config: bool) -> None:

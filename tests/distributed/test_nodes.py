@@ -145,19 +145,6 @@ def test_tasks_of_slurm_end_with_one_that_was_killed_and_go_on_when_started_agai
 
 
 @pytest.mark.slow
-def test_nodes_with_a_folder_each_are_told_to_share_one(nodes, whole, tmp_path):
-    log, folders = tmp_path / 'log', [tmp_path / 'first', tmp_path / 'second']
-    for folder in folders:
-        folder.mkdir()
-    arguments = [[f'run.dir={folder}'] for folder in folders]
-    assert codes(start_tasks(nodes, whole / 'config.yaml', arguments, None, log)) == [1, 1]
-    shown = log.read_text()
-    assert shown.count('ValueError: expected one folder of the run, but process 1 does not find') == 2
-    assert all(f'{folder} must be the same folder on all nodes' in shown for folder in folders)
-    assert not any(list(folder.iterdir()) for folder in folders)
-
-
-@pytest.mark.slow
 def test_nodes_that_resume_from_different_checkpoints_are_told_so(nodes, whole, tmp_path):
     log, earlier = tmp_path / 'log', tmp_path / 'earlier'
     shutil.copytree(whole, earlier)

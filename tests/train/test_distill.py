@@ -1,5 +1,4 @@
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from aft_vision.data import Augmentation
 from aft_vision.models.checkpoint import load_model
-from train.build import build_loaders, build_state, create_state, resolve_images
+from train.build import create_state
 from train.config import load_config
-from train.diagnosis import write_diagnosis
 from train.distill import load_teacher
 from train.distributed import World
 from train.engine import train_step
@@ -312,21 +310,6 @@ def test_a_run_goes_on_with_another_teacher_but_not_with_another_projection(reci
     other = [*distilled(recipe, 'feature', teacher, tmp_path / 'other'), f'run.resume={first / "last.pth"}']
     with pytest.raises(ValueError, match=r"trains {'projection\.weight': \(16, 32\), .*last\.pth with nothing"):
         main(other)
-
-
-def test_the_diagnosis_names_the_layer_of_the_teacher(recipe, teacher_dir, tmp_path):
-    _, _, path, *overrides = distilled(recipe, 'feature', teacher_dir / 'best.pth', tmp_path)
-    config = load_config(path, overrides)
-    loaders = build_loaders(config, resolve_images(config), HERE)
-    state, _ = build_state(config, resolve_images(config), loaders, HERE)
-    found = json.loads(write_diagnosis(state, loaders.train, 1.0, tmp_path).read_text())
-    assert (found['layer'], found['weights']) == (None, [])
-    assert set(found['keys']) == {'blocks.0.attn', 'teacher.blocks.0.attn'}
-    with torch.no_grad():
-        state.task.teacher.model.blocks[0].mlp.fc1.weight[3, 5] = float('inf')
-        state.task.trainable_module.projection.weight[0, 0] = float('nan')
-    found = json.loads(write_diagnosis(state, loaders.train, 1.0, tmp_path).read_text())
-    assert (found['layer'], found['weights']) == ('teacher.blocks.0.mlp.fc1', ['projection.weight'])
 
 
 def load(teacher: Path | str, kind: str = 'hard', names: list[str] | None = None, **arguments: Any) -> nn.Module:
