@@ -195,19 +195,12 @@ class TrainState:
         self.set_rate()
 
     def _check_optimizer(self, content: dict[str, Any], source: str) -> None:
-        """Raise a ValueError for the state of another optimizer, or of other groups of parameters."""
+        """Raise a ValueError for the state of another optimizer."""
         expected, found = self.optim.name, content['config']['optim']['name']
         if found != expected:
             raise ValueError(
                 f'expected a checkpoint of a run with optim.name = {expected}, as this one has, got {source} with '
                 f'{found}; run.init_from starts a new run from its weights'
-            )
-        groups = content['optimizer']['param_groups'], self.optimizer.param_groups
-        before, now = ([len(group['params']) for group in each] for each in groups)
-        if before != now and sum(before) == sum(now):
-            raise ValueError(
-                f'expected a checkpoint whose optimizer has {len(now)} groups of parameters, got {source} with '
-                f'{len(before)}; optim.layer_decay must be as there, and optim.weight_decay 0 as there or not'
             )
 
     def _load_task_state(self, content: dict[str, Any], source: str) -> None:

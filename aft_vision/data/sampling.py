@@ -47,15 +47,11 @@ class SizeSchedule:
         sizes: (H, W) in pixels or native shapes, from the first to the last of a progressive schedule.
         kind: `constant` draws each size equally often; `progressive` goes from the first to the last.
         epochs: Epochs of the progressive schedule.
-        spread: Standard deviation, in sizes, of the draw around the current position of the progressive schedule.
-        random_mix: Fraction of draws of the progressive schedule that are uniform, as in the constant one.
     """
 
     sizes: tuple[tuple[int, int] | NativeShape, ...]
     kind: Literal['constant', 'progressive'] = 'constant'
     epochs: int = 1
-    spread: float = 0.65
-    random_mix: float = 0.1
 
     def choices(self, seed: int, epoch: int, updates: int) -> list[int]:
         """Return the index of the size of each update of an epoch."""
@@ -68,8 +64,6 @@ class SizeSchedule:
             num_batches=updates,
             choice_schedule=self.kind,
             schedule_epochs=self.epochs,
-            schedule_spread=self.spread,
-            schedule_random_mix=self.random_mix,
         )
         schedule.set_epoch(epoch)
         return [choice for choice, _ in schedule.schedule]
