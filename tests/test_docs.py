@@ -176,18 +176,9 @@ def write_texts() -> None:
     write_mind_behaviors('MINDsmall_dev')
 
 
-def write_flat_validation() -> None:
-    """A validation image of ImageNet, and the table of its class, as Kaggle serves them."""
-    Path('ILSVRC/Data/CLS-LOC/val').mkdir(parents=True)
-    Path('ILSVRC/Data/CLS-LOC/val/ILSVRC2012_val_00000001.JPEG').touch()
-    table = 'ImageId,PredictionString\nILSVRC2012_val_00000001,n01751748 111 108 441 193 \n'
-    Path('ILSVRC/LOC_val_solution.csv').write_text(table)
-
-
 # What is there when a document's examples begin, by its name.
 FURNITURE = {
     'README.md': write_image_models,
-    'guide/data_sets.md': write_flat_validation,
     'guide/export.md': write_programs,
     'guide/finetune.md': lambda: link_photographs(Path('IMAGES'), 5, 1, classes=2),
     'guide/fastformer.md': write_text_models,

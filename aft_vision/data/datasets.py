@@ -37,7 +37,7 @@ from aft_vision.data.streams import Stream, open_hugging_face
 
 EVAL_SPLITS = ('val', 'validation', 'valid', 'test')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/')
-PREPARATION = 'docs/guide/data_sets.md says how ImageNet gets its class folders'
+PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
 CAN_SKIP = ('hfds/', 'hfids/', 'wds/')
 # Names that a message lists.
 MAX_LISTED = 10

@@ -353,7 +353,7 @@ def layout(root: Path, *names: str) -> None:
         (['train/a/0.png', 'train/b/', 'val/a/0.png', 'val/b/'], 'got none in b'),
         (['train/a/0.png', 'train/b/x.heic', 'val/a/0.png'], r'got none in b; ignored: 1 file \(1 \.heic\)'),
         (['train/a/0.png', 'val/'], 'expected one folder per class in .*, got none'),
-        (['train/a/0.png', 'val/0.png'], r'one folder per class in .*val, got 1 images without one; docs.guide.data'),
+        (['train/a/0.png', 'val/0.png'], r'one folder per class in .*val, got 1 images without one; tools\.prepare_im'),
     ],
 )
 def test_a_folder_that_is_no_data_set_is_named(tmp_path, paths, message):
@@ -390,7 +390,7 @@ def test_a_tar_of_images_without_class_folders_is_named(tmp_path):
     layout(tmp_path / 'images', '0.png', '1.png')
     (tmp_path / 'set').mkdir()
     make_tar(tmp_path / 'set' / 'val.tar', tmp_path / 'images')
-    with pytest.raises(ValueError, match=r'class folders of .*val\.tar, got 2 without one; docs/guide/data_sets\.md'):
+    with pytest.raises(ValueError, match=r'class folders of .*val\.tar, got 2 without one; tools\.prepare_imagenet'):
         open_eval_split(Source(dir=str(tmp_path / 'set')))
 
 
