@@ -77,9 +77,9 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.visualize': Rule(
         (*ABOVE_MODELS.anywhere, 'aft_vision.modes', 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)
     ),
-    'train': Rule(('train', 'command_line', 'aft_vision', 'timm', 'omegaconf')),
+    'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf')),
     'train.fastformer': Rule(('train', 'aft_vision', 'accelerate', *TEXT)),
-    'tools': Rule(('tools', 'command_line', 'aft_vision', 'timm', 'matplotlib')),
+    'tools': Rule(('tools', 'train.command_line', 'aft_vision', 'timm', 'matplotlib')),
     # FFCV's own Loader is measured next to ours.
     'tools.benchmark.loader': Rule(('tools', 'aft_vision', 'timm'), lazily=('ffcv',)),
 }

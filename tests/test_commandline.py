@@ -11,7 +11,7 @@ import pytest
 
 from aft_vision import commandline
 from aft_vision.commandline import run_command
-from command_line import CommandParser
+from train.command_line import CommandParser
 
 ROOT = Path(__file__).parents[1]
 # Without the package, whose import takes seconds.

@@ -30,7 +30,7 @@ def built(tmp_path_factory) -> SimpleNamespace:
     tree = tmp_path_factory.mktemp('package') / 'checkout'
     for folder in ('aft_vision', 'train', 'tools', 'tests'):
         copytree(ROOT / folder, tree / folder, ignore=ignore_patterns('__pycache__', 'assets'))
-    for name in ('pyproject.toml', 'command_line.py', 'MANIFEST.in', 'README.md', 'CHANGELOG.md', 'LICENSE'):
+    for name in ('pyproject.toml', 'MANIFEST.in', 'README.md', 'CHANGELOG.md', 'LICENSE'):
         copy(ROOT / name, tree)
     place = tree / PLACEHOLDER
     if not place.exists():

@@ -1,3 +1,5 @@
-"""The earlier name of `tools.sample_pixels` for images that are completed."""
+"""The earlier name of `tools.sample_pixels` for images that are completed, with the same options."""
 
-raise SystemExit('error: tools.complete_images is tools.sample_pixels now, with the same arguments')
+import runpy
+
+runpy.run_module('tools.sample_pixels', run_name='__main__', alter_sys=True)

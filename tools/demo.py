@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from command_line import CommandParser
+from train.command_line import CommandParser
 
 DEIT = Path('docs/results/data/imagenette/deit_seed0')
 EXAMPLES = Path('tests/assets/clothing/validation')

@@ -36,8 +36,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from command_line import CommandParser
 from tools.arguments import KeyValues, add_data_arguments, add_device, add_overwrite, check_new, parse_sizes
+from train.command_line import CommandParser
 
 
 def by_area(sizes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -34,8 +34,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from command_line import CommandParser
 from tools.arguments import KeyValues, add_license, add_size, check_out, parse_positive
+from train.command_line import CommandParser
 
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
 PARTS = ('onnx', 'pt2')

@@ -19,7 +19,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import CommandParser
+from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -27,8 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from command_line import CommandParser
 from tools.arguments import add_device, add_size, check_out, parse_positive
+from train.command_line import CommandParser
 
 PICTURES = ('biases', 'keys', 'attention')
 

@@ -21,8 +21,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from command_line import CommandParser
 from tools.arguments import add_sampling, check_out, parse_positive
+from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

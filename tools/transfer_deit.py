@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from command_line import CommandParser
 from tools.arguments import KeyValues, add_license, check_out, parse_count, parse_size
+from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

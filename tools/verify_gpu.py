@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from command_line import CommandParser
 from tools.arguments import DTYPES
+from train.command_line import CommandParser
 
 OPERATORS = ('full', 'simple', 'conv', 'onehot', 'axial', 'local_causal', 'simple_causal')
 CAPABILITIES = ('8.0', '8.6', '8.9', '9.0', '10.0', '12.0')

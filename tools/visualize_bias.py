@@ -1,3 +1,7 @@
-"""The earlier name of `tools.report --only biases`."""
+"""The earlier name of `tools.report --only biases`, with the same options."""
 
-raise SystemExit('error: tools.visualize_bias is tools.report --only biases now')
+import runpy
+import sys
+
+sys.argv[1:1] = ['--only', 'biases']
+runpy.run_module('tools.report', run_name='__main__', alter_sys=True)

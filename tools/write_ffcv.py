@@ -15,8 +15,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from command_line import CommandParser
 from tools.arguments import add_overwrite, check_new, parse_positive
+from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from command_line import CommandParser
+from train.command_line import CommandParser
 
 DESCRIPTION = 'Print the keys of every experiment as a page of Markdown for the documentation.'
 

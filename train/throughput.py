@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 
-from command_line import CommandParser
+from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

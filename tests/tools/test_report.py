@@ -1,6 +1,7 @@
 import base64
 import io
 import re
+import runpy
 import shutil
 import subprocess
 from datetime import UTC, datetime
@@ -246,6 +247,23 @@ def test_each_picture_goes_next_to_the_checkpoint_or_where_it_is_wanted(picture,
     path = tmp_path / 'new' / 'keys.png'
     main([*picture, '--only', 'keys', '--heads', '1', '3', '--layers', '2', '--out', str(path)])
     assert Image.open(path).size[1] < drawn[1].size[1]
+
+
+@pytest.mark.parametrize(
+    ('earlier', 'options', 'same'),
+    [
+        ('visualize_bias', [], ['--only', 'biases']),
+        ('visualize_keys', ['--image'], ['--only', 'keys']),
+        ('visualize_keys', ['--query', '2', '1', '--image'], ['--only', 'attention', '--query', '2', '1']),
+    ],
+)
+def test_an_earlier_name_draws_the_same_picture(picture, tmp_path, monkeypatch, earlier, options, same):
+    checkpoint, images = picture[:2], picture[picture.index('--images') + 1]
+    monkeypatch.setattr('sys.argv', [earlier, *checkpoint, *options, *([images] if options else []), '--out', 'a.png'])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_module(f'tools.{earlier}', run_name='__main__')
+    main([*checkpoint, '--images', images, *same, '--out', 'b.png'])
+    assert Path('a.png').read_bytes() == Path('b.png').read_bytes()
 
 
 def test_a_query_other_than_the_centre_is_another_picture(picture, tmp_path):

@@ -23,8 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from command_line import CommandParser
 from tools.arguments import DTYPES, parse_count, parse_positive, parse_size
+from train.command_line import CommandParser
 
 SMALL = 'deit_small_patch16_224'
 PEERS = 'cpubone_b0_bfrobust poolformer_s12 convnext_tiny mambaout_tiny xcit_small_12_p16_224'

@@ -25,7 +25,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from command_line import CommandParser
+from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

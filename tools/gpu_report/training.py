@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from command_line import CommandParser
+from train.command_line import CommandParser
 
 MODELS = ('aft_conv_small', 'deit_small_patch16_224')
 RECIPE = (
