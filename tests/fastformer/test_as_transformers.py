@@ -1,4 +1,4 @@
-"""Every text model under the calls of transformers, accelerate, peft, torchao and torch.func, beside BERT and BART."""
+"""Every text model under the calls of transformers, accelerate, peft, torchao and torch.func."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +14,8 @@ from transformers import (
     AutoModel,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
-    BertForSequenceClassification,
+    BertModel,
     PreTrainedModel,
 )
 
@@ -39,9 +37,6 @@ WINDOWS: dict[str, Any] = dict(attention_window=4, num_global_tokens=2, num_rand
 SMALL: dict[str, Any] = dict(**SIZES, **WINDOWS, linformer_dim=4, poolingformer_window=8, hidden_dropout_prob=0.0)
 BERT: dict[str, Any] = dict(vocab_size=VOCAB, hidden_size=C, num_hidden_layers=1, num_attention_heads=2)
 BERT |= dict(intermediate_size=C, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-BART: dict[str, Any] = dict(vocab_size=VOCAB, d_model=C, encoder_layers=1, decoder_layers=2, dropout=0.0)
-BART |= dict(encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=C, decoder_ffn_dim=C)
-BART |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, forced_eos_token_id=2)
 
 
 def classifier(**fields: object) -> FastformerForSequenceClassification:
@@ -65,16 +60,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     'conversion': lambda: FastformerForConversion(FastformerConversionConfig(**SMALL, max_behaviors=5)),
 }
-OTHERS: dict[str, Callable[[], PreTrainedModel]] = {
-    'BERT': lambda: BertForSequenceClassification(BertConfig(**BERT)),
-    'BART': lambda: BartForConditionalGeneration(BartConfig(**BART)),
-}
-every_model = pytest.mark.parametrize('name', [*MODELS, *OTHERS])
+every_model = pytest.mark.parametrize('name', MODELS)
 
 
 def make_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return {**MODELS, **OTHERS}[name]().eval()
+    return MODELS[name]().eval()
 
 
 def make_batch(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -119,7 +110,7 @@ def leaves(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
                 yield parent, name, child
 
 
-@pytest.mark.parametrize('name', MODELS)
+@every_model
 def test_every_module_may_be_replaced_by_one_that_can_only_be_called(name: str):
     model = make_model(name)
     batch = make_batch(model)
@@ -215,7 +206,7 @@ def test_torch_func_differentiates_a_model(name: str):
     assert_close(change, sum((found[n] * direction[n]).sum() for n in found), 1e-4)
 
 
-# BERT's mask depends on the values of the batch, which vmap does not allow.
+# Forms whose masks do not depend on the values of the batch, which vmap does not allow.
 @pytest.mark.parametrize('name', ['fastformer', 'linear_transformer', 'poolingformer', 'writer', 'writer, exact'])
 def test_torch_func_gives_the_gradient_of_each_text(name: str):
     model = make_model(name)
@@ -235,7 +226,7 @@ def test_torch_func_gives_the_gradient_of_each_text(name: str):
 
 
 # Each form of attention; dynamo takes seconds for a model. transformers' Longformer does not compile.
-@pytest.mark.parametrize('name', ['fastformer', 'linformer', 'concat', 'writer, exact', 'conversion', 'BERT'])
+@pytest.mark.parametrize('name', ['fastformer', 'linformer', 'concat', 'writer, exact', 'conversion'])
 def test_a_model_quantised_by_torchao_compiles(name: str):
     quantization = pytest.importorskip('torchao.quantization', reason='torchao, which quantises layers, is not there')
     model = make_model(name)
@@ -270,8 +261,6 @@ def test_adapters_of_peft_fit_every_kind_of_module(name: str, kind: str):
     has = [n for n, _ in model.named_parameters()]
     if kind == 'scores' and not any(n.endswith('query_score') for n in has):
         pytest.skip('the model has no score vectors')
-    if kind in ('embeddings', 'positions') and name == 'BART':
-        pytest.skip('peft has no adapter for the position embeddings of BART')
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, **LORA[kind]))
     assert_close(predict(adapted, batch), expected, 1e-5)
     torch.manual_seed(1)
@@ -366,7 +355,7 @@ def test_an_encoder_with_a_part_named_encoder_keeps_its_names(tmp_path, monkeypa
     'cls', [FastformerModel, FastformerForSequenceClassification, FastformerForConditionalGeneration]
 )
 def test_a_folder_of_which_nothing_fits_is_refused(tmp_path, cls: type):
-    make_model('BERT').save_pretrained(tmp_path)
+    BertModel(BertConfig(**BERT)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f'expected weights of a {cls.__name__} in .*, got none that fit'):
         cls.from_pretrained(tmp_path)
 
