@@ -94,12 +94,13 @@ def merge_checked(config: Any, layers: Iterable[Mapping[str, Any]], prefix: str 
     Args:
         prefix: Of the keys in errors.
     """
-    for layer in layers:
-        # OmegaConf raises a TypeError for a list instead of a section.
-        try:
-            config = OmegaConf.merge(config, layer)
-        except (OmegaConfBaseException, TypeError):
-            # One value at a time, because OmegaConf's error for a tuple of the wrong length does not name the key.
+    layers = list(layers)
+    # OmegaConf raises a TypeError for a list instead of a section.
+    try:
+        return OmegaConf.merge(config, *layers)
+    except (OmegaConfBaseException, TypeError):
+        # One value at a time, because OmegaConf's error for a tuple of the wrong length does not name the key.
+        for layer in layers:
             for key, value in layer.items():
                 for inner, leaf in value.items() if isinstance(value, Mapping) else [('', value)]:
                     config = _merge_one(config, key, inner, leaf, prefix)
