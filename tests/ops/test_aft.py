@@ -331,13 +331,6 @@ def test_an_offset_outside_the_grid_makes_aft_onehot_a_global_mean(offset: list[
     assert_matches_reference(ops.aft_onehot, lambda q, k, v, **_: reference.aft_simple(q, k, v), inputs)
 
 
-def test_the_toeplitz_and_depthwise_forms_agree(monkeypatch: pytest.MonkeyPatch):
-    inputs = make_inputs('aft_conv', (9, 7), 8, 5, 4)
-    toeplitz = ops.aft_conv(**inputs)
-    monkeypatch.setattr('aft_vision.ops.conv.eager.prefers_depthwise', lambda k, kernel: True)
-    assert_close(ops.aft_conv(**inputs), toeplitz, 1e-12)
-
-
 def test_the_toeplitz_form_is_the_same_in_groups_of_heads(monkeypatch: pytest.MonkeyPatch):
     inputs = make_inputs('aft_conv', (9, 7), 8, 5, 4)
     whole = ops.aft_conv(**inputs)
