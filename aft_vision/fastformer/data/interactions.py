@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -15,10 +14,9 @@ from aft_vision.fastformer.data.behaviors import Behavior, BehaviorTable, Reques
 from aft_vision.fastformer.data.files import Record, read_delimited
 from aft_vision.fastformer.data.impressions import Behaviors
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
-from aft_vision.fastformer.data.movielens import open_ratings, read_films, read_rating
+from aft_vision.fastformer.data.movielens import Rating, load_ratings, read_films
 
 LIKED = 4
-STARS = ('1', '2', '3', '4', '5')
 # The behaviours of a row of Alimama: this many columns each for type, category, brand, and two masks.
 SLOTS = 50
 PROFILE_COLUMNS = (
@@ -31,15 +29,6 @@ ALIMAMA_COLUMNS = (
     *PROFILE_COLUMNS,
     *AD_COLUMNS,
 )
-
-
-class Rating(NamedTuple):
-    """A user's rating of a film; `film` is its row in the films, `seconds` the time since 1970."""
-
-    user: str
-    film: int
-    stars: int
-    seconds: float
 
 
 def read_ratings(folder: str | Path, table: BehaviorTable, max_behaviors: int | None = 50) -> Dataset:
@@ -58,9 +47,9 @@ def read_ratings(folder: str | Path, table: BehaviorTable, max_behaviors: int | 
         ValueError: there are no such files, or one is damaged or of another layout; names line and column.
     """
     films = read_films(folder)
-    ratings = [_as_rating(record, films) for record in open_ratings(folder)]
     # A stable order: rows of one second stay as in the file.
-    return table.collect(_in_time(sorted(ratings, key=itemgetter(3)), films.texts), max_behaviors)
+    ratings = sorted(load_ratings(folder, films), key=itemgetter(3))
+    return table.collect(_in_time(ratings, films.texts), max_behaviors)
 
 
 def read_mind_clicks(
@@ -103,14 +92,6 @@ def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | No
         ValueError: the file is damaged or of another layout; names line and column.
     """
     return table.collect(map(_as_click, read_delimited(path, columns=ALIMAMA_COLUMNS)), max_behaviors)
-
-
-def _as_rating(record: Record, films: News) -> Rating:
-    user, film, seconds = read_rating(record, films.rows)
-    stars = record.values['rating']
-    if stars not in STARS:
-        raise ValueError(f"{record.place}, column 'rating': expected {', '.join(STARS)}, got {stars!r}")
-    return Rating(user, film, int(stars), seconds)
 
 
 def _in_time(ratings: Iterable[Rating], texts: Sequence[str]) -> Iterator[Request]:

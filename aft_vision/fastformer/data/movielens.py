@@ -4,8 +4,10 @@ A film is a news item whose text is title, year and genres. A rated film counts 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,16 @@ ITEM_COLUMNS = ('item_id', 'title', 'release_date', 'video_release_date', 'url',
 ATOMIC_TEXTS = ('movie_title', 'release_year', 'class')
 # Splits that are read for training and for measuring.
 SPLITS = ('train', 'validation', 'test')
+STARS = ('1', '2', '3', '4', '5')
+
+
+class Rating(NamedTuple):
+    """A user's rating of a film; `film` is its row in the films, `seconds` the time since 1970."""
+
+    user: str
+    film: int
+    stars: int
+    seconds: float
 
 
 def read_movielens(
@@ -48,43 +60,45 @@ def read_movielens(
         ValueError: a file is damaged or of another layout, or a film is unknown; names line and column.
     """
     news = read_films(folder)
-    watched = _read_watched(open_ratings(folder), news.rows)
+    ratings = load_ratings(folder, news)
+    # The order of the users is that of the file; a stable sort keeps that of films of one second.
+    watched: dict[str, list[int]] = {rating.user: [] for rating in ratings}
+    for user, film, _, _ in sorted(ratings, key=itemgetter(3)):
+        watched[user].append(film)
     return news, _make_impressions(watched, len(news), max_behaviors, negatives, np.random.default_rng(seed))
 
 
-def open_ratings(folder: str | Path) -> Iterator[Record]:
-    """Stream the ratings, with the columns RATING_COLUMNS at least.
+def load_ratings(folder: str | Path, films: News) -> list[Rating]:
+    """Read the ratings in the order of the file.
 
     Args:
         folder: As `read_movielens` takes it.
 
     Raises:
-        ValueError: there is no such file, or it is damaged; names line and column.
+        ValueError: there is no such file, or it is damaged, a film is unknown, the stars are not 1 to 5 or a time is no
+            number; names line and column.
     """
     if _is_original(folder):
-        return read_delimited(Path(folder) / 'u.data', '\t', RATING_COLUMNS, quoted=False)
-    return read_delimited(Path(folder) / 'ml-100k.inter', '\t', quoted=False, needed=RATING_COLUMNS, typed=True)
+        records = read_delimited(Path(folder) / 'u.data', '\t', RATING_COLUMNS, quoted=False)
+    else:
+        path = Path(folder) / 'ml-100k.inter'
+        records = read_delimited(path, '\t', quoted=False, needed=RATING_COLUMNS, typed=True)
+    return [_as_rating(record, films.rows) for record in records]
 
 
-def read_rating(record: Record, rows: Mapping[str, int]) -> tuple[str, int, float]:
-    """Return the user, the row of the film and the seconds of a record of `open_ratings`.
-
-    Args:
-        rows: `News.rows` of the films.
-
-    Raises:
-        ValueError: a film is unknown or a time no number; names line and column.
-    """
-    user, item = record.values['user_id'], record.values['item_id']
+def _as_rating(record: Record, rows: Mapping[str, int]) -> Rating:
+    user, item, stars, time = (record.values[column] for column in RATING_COLUMNS)
     if item not in rows:
         raise ValueError(f"{record.place}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
+    if stars not in STARS:
+        raise ValueError(f"{record.place}, column 'rating': expected {', '.join(STARS)}, got {stars!r}")
     try:
-        seconds = float(record.values['timestamp'])
+        seconds = float(time)
         if not math.isfinite(seconds):
             raise ValueError(f'got {seconds}')
     except ValueError as error:
         raise ValueError(f"{record.place}, column 'timestamp': expected seconds: {error}") from error
-    return user, rows[item], seconds
+    return Rating(user, rows[item], int(stars), seconds)
 
 
 def read_films(folder: str | Path) -> News:
@@ -118,15 +132,6 @@ def _published_text(record: Record) -> str:
 
 def _atomic_text(record: Record) -> str:
     return ' '.join(filter(None, (record.values[column] for column in ATOMIC_TEXTS)))
-
-
-def _read_watched(records: Iterator[Record], rows: dict[str, int]) -> dict[str, list[int]]:
-    """Return the films of each user in the order of time."""
-    watched: dict[str, list[tuple[float, int]]] = {}
-    for record in records:
-        user, film, time = read_rating(record, rows)
-        watched.setdefault(user, []).append((time, film))
-    return {user: [film for _, film in sorted(films, key=lambda pair: pair[0])] for user, films in watched.items()}
 
 
 def _make_impressions(

@@ -26,13 +26,6 @@ def test_ratings_have_what_was_rated_in_earlier_seconds_and_come_in_the_order_of
     assert max(map(len, read_ratings(folder, BehaviorTable(), max_behaviors=2)['behaviors'])) == 2
 
 
-def test_a_rating_that_is_none_is_named(tmp_path):
-    with (write_movielens(tmp_path) / 'u.data').open('a') as file:
-        file.write('1\t1\t6\t5\n')
-    with pytest.raises(ValueError, match=r"u\.data, line \d+, column 'rating': expected 1, 2, 3, 4, 5, got '6'"):
-        read_ratings(tmp_path, BehaviorTable())
-
-
 def clock(time: str) -> tuple[int, int]:
     """Day and hour of `11/9/2019 1:36:57 AM`, all of one month."""
     date, hour, half = time.split()

@@ -83,6 +83,7 @@ def test_no_more_candidates_than_films(tmp_path):
         ('u.data', '1\t1\t5\n', r'u.data, line 1, column 4: expected 4 columns \(user_id, .*got 3'),
         ('u.data', '1\t1\t5\tnoon\n', "line 1, column 'timestamp': expected seconds"),
         ('u.data', '1\t1\t5\tnan\n', "line 1, column 'timestamp': expected seconds"),
+        ('u.data', '1\t1\t6\t3\n', "line 1, column 'rating': expected 1, 2, 3, 4, 5, got '6'"),
         ('u.data', '1\t99\t5\t3\n', "line 1, column 'item_id': expected one of 40 films, got '99'"),
         ('u.item', 2 * ('1|Film' + 22 * '|' + '\n'), r"u.item, line 2, column 'item_id': .* once, got '1' again"),
         ('u.item', '1|Film|x\n', r'u.item, line 1, column 4: expected 24 columns'),
