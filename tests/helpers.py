@@ -479,6 +479,12 @@ def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     # A third of its time goes to checks of overflow, of which nothing is made outside its mode for debugging.
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, 'options', options)
+    # It makes a table of all types to look up one, in a sixth of its time. Types of pointers have no hash.
+    known = cache(interpreter._get_np_dtype)
+    pointer = interpreter._get_np_dtype(tl.pointer_type(tl.float32))
+    monkeypatch.setattr(
+        interpreter, '_get_np_dtype', lambda x: pointer if isinstance(x.scalar, tl.pointer_type) else known(x.scalar)
+    )
 
 
 def link_packages(folder: Path, names: Sequence[str]) -> None:
