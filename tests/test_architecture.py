@@ -68,6 +68,8 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.export': Rule(
         (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('export', 'files', 'sizes', 'timing')))
     ),
+    # Written into exported folders, where transformers is and timm may not be.
+    'aft_vision.export.modeling_aft_vision': Rule(('transformers',)),
     'aft_vision.modes': Rule(()),
     'aft_vision.regularizers': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.timing')),
     'aft_vision.likelihood': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.evaluate')),

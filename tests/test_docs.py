@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.run import get_args_parser
 from torch.nn import functional as F
 
-from aft_vision.export.hub import export_model
+from aft_vision.export.hub import export_hub_folder, export_model
 from aft_vision.fastformer import (
     ENCODERS,
     FastformerConfig,
@@ -131,6 +131,7 @@ def write_image_models() -> None:
 def write_programs() -> None:
     """Programs, and a folder whose config.json has the number of classes twice."""
     write_image_models()
+    export_hub_folder(load_model('best.pth'), 'hub', parts=['pt2'])
     Path('saved').mkdir()
     Path('saved/config.json').write_text(json.dumps({'num_classes': 3, 'model_args': {'num_classes': 3}}))
     # With the input of those that `tools.export` writes, in no time.

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -60,6 +61,19 @@ session = onnxruntime.InferenceSession('FOLDER/model.onnx')
 (logits,) = session.run(None, {{'images': images.numpy()}})
 ```
 """
+CODE_USAGE = """
+With transformers 5.24 or newer, for inference in float32 ({modeling}.py runs model.pt2; read it before you trust it):
+
+```python
+from transformers import AutoModelForImageClassification
+
+model = AutoModelForImageClassification.from_pretrained('FOLDER', trust_remote_code=True)
+logits = model(images).logits
+```
+"""
+PROCESSOR_USAGE = """
+`pipeline('image-classification', 'FOLDER', trust_remote_code=True)` of transformers takes photographs.
+"""
 PT2_USAGE = """
 With torch.export ({sizes}; no masks):
 
@@ -71,12 +85,16 @@ logits = model(images)
 ```
 """
 NEEDS_PACKAGE = """
-With aft_vision, which timm and transformers cannot do without:
+With aft_vision, for timm, and for training, features and masks:
 """
 # Parts of a folder for users without this package.
 PARTS = ('onnx', 'pt2')
-# Files that some exports have and others have not; the first three are of earlier versions.
-MODEL_FILES = frozenset({'modeling_aft_vision.py', 'hubconf.py', 'preprocessor_config.json', 'model.onnx', 'model.pt2'})
+# The file by which transformers loads model.pt2.
+MODELING = 'modeling_aft_vision'
+# Files that some exports have and others have not; the first is of earlier versions.
+MODEL_FILES = frozenset({'hubconf.py', f'{MODELING}.py', 'preprocessor_config.json', 'model.onnx', 'model.pt2'})
+# Filters of PIL, by the names of timm.
+RESAMPLE = {'nearest': 0, 'lanczos': 1, 'bilinear': 2, 'bicubic': 3, 'box': 4, 'hamming': 5}
 
 
 def export_model(
@@ -121,8 +139,8 @@ def export_hub_folder(
         size: (H, W) in pixels to record as its input size; a fixed-size model is resized. None keeps the model's size.
         checkpoint: Content of the trainer's checkpoint, whose accuracy the card reports.
         license: Licence of the weights, for the card and config.json; see `model_card`.
-        parts: 'onnx': model.onnx; 'pt2': model.pt2 with torch's operators. None is written for a model of timm, which
-            loads without this package.
+        parts: 'onnx': model.onnx; 'pt2': model.pt2 with torch's operators, and the code by which transformers runs it.
+            None is written for a model of timm, which loads without this package.
 
     Returns:
         The comparisons with the model, by the file.
@@ -162,7 +180,51 @@ def _write_parts(
             checks['model.onnx'] = export_onnx(model, folder / 'model.onnx', choose_shape(model, size))
         if 'pt2' in parts:
             checks['model.pt2'] = export_pt2(model, folder / 'model.pt2', choose_shape(model, size), aten=True)
+            if model.num_classes:
+                _write_code(model, folder, size)
     return checks
+
+
+def _write_code(model: nn.Module, folder: Path, size: tuple[int, int]) -> None:
+    # What transformers needs to load model.pt2 where this package and timm are not installed.
+    shutil.copyfile(Path(__file__).with_name(f'{MODELING}.py'), folder / f'{MODELING}.py')
+    names = {'AutoConfig': 'Config', 'AutoModelForImageClassification': 'ForImageClassification'}
+    processor = image_processor(model, size)
+    if processor is not None:
+        names['AutoImageProcessor'] = 'ImageProcessor'
+    auto_map = {auto: f'{MODELING}.AFTVision{name}' for auto, name in names.items()}
+    config = json.loads((folder / 'config.json').read_text(encoding='utf-8'))
+    (folder / 'config.json').write_text(json.dumps({**config, 'auto_map': auto_map}, indent=2), encoding='utf-8')
+    if processor is not None:
+        text = json.dumps({'auto_map': auto_map, **processor}, indent=2)
+        (folder / 'preprocessor_config.json').write_text(text, encoding='utf-8')
+
+
+def image_processor(model: nn.Module, size: tuple[int, int]) -> dict[str, Any] | None:
+    """Return the options of transformers' BitImageProcessor for a model's evaluation transform at (H, W) pixels.
+
+    None if no options give such a transform.
+    """
+    config = resolve_input_data_config(model)
+    scaled = tuple(math.floor(side / config['crop_pct']) for side in size)
+    mode = config.get('crop_mode') or 'center'
+    square = mode == 'center' and scaled[0] == scaled[1]
+    # Those of transformers give three channels.
+    if config['input_size'][0] != 3 or config['interpolation'] not in RESAMPLE or not (square or mode == 'squash'):
+        return None
+    return {
+        'do_convert_rgb': True,
+        'do_resize': True,
+        'size': {'shortest_edge': scaled[0]} if square else {'height': scaled[0], 'width': scaled[1]},
+        'resample': RESAMPLE[config['interpolation']],
+        'do_center_crop': True,
+        'crop_size': {'height': size[0], 'width': size[1]},
+        'do_rescale': True,
+        'rescale_factor': 1 / 255,
+        'do_normalize': True,
+        'image_mean': list(config['mean']),
+        'image_std': list(config['std']),
+    }
 
 
 def model_card(
@@ -218,7 +280,9 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
     if not isinstance(model, AFTVisionTransformer | AFTPyramid):
         return TIMM_USAGE.format(import_aft='', mode=mode).rstrip()
     sizes = 'any height and width' if takes_any_size(model) else 'one image size'
-    found = [ONNX_USAGE.format(sizes=sizes)] if 'model.onnx' in files else []
+    found = [CODE_USAGE.format(modeling=MODELING)] if f'{MODELING}.py' in files else []
+    found += [PROCESSOR_USAGE] if 'preprocessor_config.json' in files else []
+    found += [ONNX_USAGE.format(sizes=sizes)] if 'model.onnx' in files else []
     if 'model.pt2' in files:
         least = ' of at least {} x {} pixels'.format(*smallest_size(model)) if takes_any_size(model) else ''
         found.append(PT2_USAGE.format(sizes=sizes + least))

@@ -1,6 +1,7 @@
 import json
 import re
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,8 @@ def make_aft(size: tuple[int, int] = (16, 24), **kwargs: Any) -> torch.nn.Module
 def test_a_hub_folder_opens_in_timm_and_in_transformers(tmp_path):
     transformers = pytest.importorskip('transformers')
     model, images = make_aft(), torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
-    assert not export_hub_folder(model, tmp_path / 'hub', parts=[])
-    files = {'README.md', 'config.json', 'model.safetensors'}
+    assert list(export_hub_folder(model, tmp_path / 'hub', parts=['pt2'])) == ['model.pt2']
+    files = {'README.md', 'config.json', 'model.safetensors', 'model.pt2', 'modeling_aft_vision.py'}
     assert {path.name for path in (tmp_path / 'hub').iterdir()} == files
     loaded = timm.create_model(f'local-dir:{tmp_path / "hub"}', pretrained=True).eval()
     torch.testing.assert_close(loaded(images), model(images))
@@ -69,6 +70,18 @@ def test_a_hub_folder_opens_in_timm_and_in_transformers(tmp_path):
     assert type(wrapped).__name__ == 'TimmWrapperForImageClassification'
     torch.testing.assert_close(wrapped(images).logits, model(images), rtol=1e-4, atol=1e-5)
     assert wrapped.config.id2label == {0: 'boot', 1: 'hat'}
+
+
+def test_a_folder_with_code_has_the_processor_of_timm_unless_its_code_is_trusted(tmp_path):
+    transformers = pytest.importorskip('transformers')
+    export_hub_folder(make_aft((32, 32)), tmp_path / 'hub', parts=['pt2'])
+    assert (tmp_path / 'hub' / 'preprocessor_config.json').exists()
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / 'hub')
+    assert type(processor).__name__ == 'TimmWrapperImageProcessor'
+    needed = [x for x in metadata.requires('aft_vision') or [] if x.startswith('transformers')]
+    version = re.search(r'>=([\d.]+)', needed[0])[1]
+    for name in ('modeling_aft_vision.py', 'README.md'):
+        assert f'{version} or newer' in (tmp_path / 'hub' / name).read_text()
 
 
 def test_a_run_of_another_size_keeps_it_whatever_the_architecture_names(tmp_path):
@@ -137,8 +150,9 @@ def test_a_model_that_timm_cannot_rebuild_is_an_error_and_not_exported(tmp_path)
     assert not (tmp_path / 'export').exists()
 
 
-def test_a_model_of_one_channel_has_its_own_mean(tmp_path):
-    export_hub_folder(make_aft((32, 32), in_chans=1), tmp_path / 'hub', parts=[])
+def test_a_model_of_one_channel_has_its_own_mean_and_no_processor_of_three(tmp_path):
+    export_hub_folder(make_aft((32, 32), in_chans=1), tmp_path / 'hub', parts=['pt2'])
+    assert not (tmp_path / 'hub' / 'preprocessor_config.json').exists()
     card = (tmp_path / 'hub' / 'README.md').read_text()
     for words in ('mean (0.449,)', 'a PIL image in mode L'):
         assert words in card
@@ -189,7 +203,12 @@ def test_the_card_says_how_programs_are_loaded():
     card = model_card(timm.create_model('aft_pyramid_nano'), files=['model.onnx', 'model.pt2'])
     assert "onnxruntime.InferenceSession('FOLDER/model.onnx')" in card
     assert "torch.export.load('FOLDER/model.pt2')" in card
-    assert 'With aft_vision, which timm and transformers cannot do without' in card
+    assert 'trust_remote_code' not in card
+    card = model_card(
+        timm.create_model('aft_pyramid_nano'), files=['modeling_aft_vision.py', 'preprocessor_config.json']
+    )
+    assert "AutoModelForImageClassification.from_pretrained('FOLDER', trust_remote_code=True)" in card
+    assert "pipeline('image-classification', 'FOLDER', trust_remote_code=True)" in card
 
 
 def test_the_card_of_a_program_says_the_smallest_image(tmp_path):
