@@ -410,7 +410,8 @@ def check(case: Case) -> None:
     value_bound, gradient_bound = (max(NASTY_BOUND, x) if case.nasty else x for x in bounds)
     threads = torch.get_num_threads()
     tiles = mock.patch.object(cpp, 'narrow_operands', return_value=cpp.TILES) if case.tiles else nullcontext()
-    with warnings.catch_warnings(), tiles:
+    narrow = mock.patch('aft_vision.ops.conv.cpp.TILED_WIDTH', 0)
+    with warnings.catch_warnings(), tiles, narrow:
         # A form that does not run its kernel would pass for the wrong reason.
         warnings.filterwarnings('error', message='.*using eager')
         warnings.filterwarnings('ignore', category=RuntimeWarning, module='triton.runtime.interpreter')

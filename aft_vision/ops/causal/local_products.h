@@ -151,8 +151,8 @@ void mix(int64_t n, const Pair *x, const float *weights, int64_t length, Pair *o
 // The same by tiles, of bfloat16 weights whose rows and steps of terms are so many bytes apart.
 void mix_tiles(int64_t n, const Pair *x, const void *weights, int64_t row, int64_t step, int64_t terms, Pair *out) {
   Pair found[TILE_ROWS];
-  multiply_tiles({weights, row, step, x, sizeof(Pair), sizeof(Vec), LANES * sizeof(Pair), terms / TILE_TERMS,
-                  reinterpret_cast<float *>(found), 2 * LANES});
+  multiply_tiles({weights, row, n > LANES ? LANES * row : 0, step, x, sizeof(Pair), sizeof(Vec),
+                  LANES * sizeof(Pair), terms / TILE_TERMS, nullptr, 0, reinterpret_cast<float *>(found), 2 * LANES});
   for (int64_t i = 0; i < n; ++i) out[i] += found[i];
 }
 

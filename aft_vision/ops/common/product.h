@@ -75,11 +75,12 @@ int64_t rows_of(int64_t rows) {
   return (rows + Op::HEIGHT - 1) / Op::HEIGHT * Op::HEIGHT;
 }
 
-// Call `f` with Pair or Single, and the words as its type.
+// Call `f` with an Op, and the words as its type.
 template <typename F>
-auto with_words(bool pairs, const void *words, F f) {
+auto with_operands(int64_t operands, const void *words, F f) {
+  if (operands == TILES) return f(Tiles{}, static_cast<const Tiles::Word *>(words));
 #if defined(__AVX512BF16__)
-  if (pairs) return f(Pair{}, static_cast<const uint32_t *>(words));
+  if (operands == PAIRS) return f(Pair{}, static_cast<const uint32_t *>(words));
 #endif
   return f(Single{}, static_cast<const float *>(words));
 }
@@ -109,7 +110,7 @@ struct Product {
   int64_t runs, length;              // words of terms in a run
   const typename Op::Word *x;        // the first strip
   int64_t strip, x_run;              // from a strip to the next, and from a run to the next
-  const float *start;                // a vector for each strip
+  const float *start;                // a vector for each strip; in tiles null where sums start at 0
   int64_t start_row;                 // 0 where all rows have the same start
   float *out;                        // a vector for each strip; may be `start`
   int64_t out_row;
@@ -156,12 +157,12 @@ void multiply_strips(Product<Op> p, int rows, int64_t strips) {
   if (strips) multiply<Op, ROW, 1>(p, rows);
 }
 
-// Multiply TILE_ROWS rows by STRIPS strips, or by one twice; runs have LANES words, and sums start at 0.
+// Multiply whole tiles of rows, at most two, by at most STRIPS strips; runs have LANES words.
 template <typename Op, int ROW>
-void multiply_strips(const Product<Tiles> &p, int, int64_t strips) {
+void multiply_strips(const Product<Tiles> &p, int rows, int64_t strips) {
   constexpr int64_t SIZE = sizeof(Tiles::Word);
-  multiply_tiles({p.weights, ROW * SIZE, p.run * SIZE, p.x, LANES * SIZE, strips > 1 ? p.strip * SIZE : 0,
-                  p.x_run * SIZE, p.runs, p.out, p.out_row});
+  multiply_tiles({p.weights, ROW * SIZE, rows > LANES ? LANES * ROW * SIZE : 0, p.run * SIZE, p.x, LANES * SIZE,
+                  strips > 1 ? p.strip * SIZE : 0, p.x_run * SIZE, p.runs, p.start, p.start_row, p.out, p.out_row});
 }
 
 // Terms of a partial sum. A longer float32 sum loses precision.

@@ -38,22 +38,28 @@ bool has_tiles() {
 #endif
 }
 
-// A sum over `count` steps of TILE_TERMS terms, in two by two tiles. Strides of operands count bytes.
+// A sum over `count` steps of TILE_TERMS terms, in one or two by one or two tiles. Strides of operands count bytes, and are 0
+// where there is no second tile.
 struct TileProduct {
   const void *left;
-  int64_t row, left_step;  // from a row to the next, and from a step to the next
+  int64_t row, block, left_step;  // from a row to the next, from LANES rows to the next, and from a step to the next
   const void *right;
   int64_t word, strip, right_step;  // from a pair of terms to the next, from LANES columns to the next, of a step
   int64_t count;
-  float *out;
+  const float *start;  // null: sums start at 0
+  int64_t start_row;   // 0 where all rows have the same start
+  float *out;          // may be `start`
   int64_t out_row;
 };
 
 #if defined(AFT_AMX)
 struct Amx {
   template <int T>
-  void clear() {
-    asm volatile("tilezero %%tmm%c0" : : "i"(T));
+  void start(const float *from, int64_t stride) {
+    if (from)
+      load<T>(reinterpret_cast<const char *>(from), stride * sizeof(float));
+    else
+      asm volatile("tilezero %%tmm%c0" : : "i"(T));
   }
 
   template <int T>
@@ -96,8 +102,8 @@ struct Loops {
   }
 
   template <int T>
-  void clear() {
-    for (Vec &sum : sums[T]) sum = Vec{};
+  void start(const float *from, int64_t stride) {
+    for (int row = 0; row < LANES; ++row) sums[T][row] = from ? ::load(from + row * stride, LANES) : Vec{};
   }
 
   template <int T>
@@ -125,29 +131,42 @@ struct Loops {
   }
 };
 
-template <typename Tiles>
+// TALL: there are two tiles of rows. WIDE: there are two of columns.
+template <typename Tiles, bool TALL, bool WIDE>
 void multiply_tiles(const TileProduct &p) {
   Tiles tiles;
-  tiles.template clear<0>();
-  tiles.template clear<1>();
-  tiles.template clear<2>();
-  tiles.template clear<3>();
+  const auto start = [&](int64_t row, int64_t column) {
+    return p.start ? p.start + row * p.start_row + column : nullptr;
+  };
+  tiles.template start<0>(start(0, 0), p.start_row);
+  if (WIDE) tiles.template start<1>(start(0, LANES), p.start_row);
+  if (TALL) tiles.template start<2>(start(LANES, 0), p.start_row);
+  if (TALL && WIDE) tiles.template start<3>(start(LANES, LANES), p.start_row);
   const char *left = static_cast<const char *>(p.left), *right = static_cast<const char *>(p.right);
-  const int64_t row = p.row, left_step = p.left_step, word = p.word, strip = p.strip, right_step = p.right_step;
+  const int64_t row = p.row, block = p.block, left_step = p.left_step;
+  const int64_t word = p.word, strip = p.strip, right_step = p.right_step;
   for (int64_t i = p.count; i > 0; --i, left += left_step, right += right_step) {
     tiles.template load<4>(left, row);
     tiles.template load<6>(right, word);
-    tiles.template load<7>(right + strip, word);
-    tiles.template load<5>(left + LANES * row, row);
+    if (WIDE) tiles.template load<7>(right + strip, word);
+    if (TALL) tiles.template load<5>(left + block, row);
     tiles.template add<0, 4, 6>();
-    tiles.template add<1, 4, 7>();
-    tiles.template add<2, 5, 6>();
-    tiles.template add<3, 5, 7>();
+    if (WIDE) tiles.template add<1, 4, 7>();
+    if (TALL) tiles.template add<2, 5, 6>();
+    if (TALL && WIDE) tiles.template add<3, 5, 7>();
   }
   tiles.template store<0>(p.out, p.out_row);
-  tiles.template store<1>(p.out + LANES, p.out_row);
-  tiles.template store<2>(p.out + LANES * p.out_row, p.out_row);
-  tiles.template store<3>(p.out + LANES * p.out_row + LANES, p.out_row);
+  if (WIDE) tiles.template store<1>(p.out + LANES, p.out_row);
+  if (TALL) tiles.template store<2>(p.out + LANES * p.out_row, p.out_row);
+  if (TALL && WIDE) tiles.template store<3>(p.out + LANES * p.out_row + LANES, p.out_row);
+}
+
+template <typename Tiles>
+void multiply_tiles(const TileProduct &p) {
+  if (p.block)
+    p.strip ? multiply_tiles<Tiles, true, true>(p) : multiply_tiles<Tiles, true, false>(p);
+  else
+    p.strip ? multiply_tiles<Tiles, false, true>(p) : multiply_tiles<Tiles, false, false>(p);
 }
 
 void multiply_tiles(const TileProduct &p) {

@@ -101,39 +101,59 @@ class Rows {
   Buffer<float> buffer_;
 };
 
-// Neighbouring targets of a grid row, as many as a product has sums of, and the words of the sources within their reach.
+// Neighbouring targets of a grid row, and the words of the sources within their reach, in whole steps.
 struct Piece {
   int64_t column;
   int count;
   int64_t first, stop;
 };
 
-std::vector<Piece> pieces_of(const Shape &s, int depth) {
-  const int64_t count = parts_of(s.width, ROWS);
+// Cut a grid row into pieces of at most `most` targets, whose terms are the sources in words of Op.
+template <typename Op>
+std::vector<Piece> pieces_of(const Shape &s, int most) {
+  constexpr int64_t STEP = Op::STEP / Op::DEPTH;
+  const int64_t count = parts_of(s.width, most), words = words_of<Op>(s.width);
   std::vector<Piece> found;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t column = i * s.width / count, end = (i + 1) * s.width / count;
-    const int64_t first = std::max<int64_t>(0, column - s.reach), stop = std::min(s.width, end + s.reach);
-    found.push_back({column, int(end - column), first / depth, parts_of(stop, depth)});
+    const int64_t first = std::max<int64_t>(0, column - s.reach) / Op::DEPTH;
+    const int64_t stop = parts_of(std::min(s.width, end + s.reach), Op::DEPTH);
+    const int64_t length = parts_of(stop - first, STEP) * STEP, start = std::min(first, words - length);
+    found.push_back({column, int(end - column), start, start + length});
   }
   return found;
 }
 
-// The operands of a product over the tokens of a grid, for each head: strips of words, with a grid row in whole words, the sums of
+// The targets of a product: a piece of a grid row, and in tiles that of the next row too.
+struct Targets {
+  int64_t row, rows, piece, column, count, width;
+
+  // Call `f` with the index of a target, its token and the row of its sums, which are from the last target to the first.
+  template <typename F>
+  void each(F f) const {
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < count; ++j) f(i * count + j, (row + i) * width + column + j, i * LANES + count - 1 - j);
+  }
+};
+
+// The operands of a product over the tokens of a grid, for each head: strips of words, with a grid row in whole steps, the sums of
 // the rows before and after each one, and of what is aside from a piece in each row.
 template <typename Op>
 class Sources {
  public:
   Sources(const Shape &s, const Cut &cut)
       : s_(s),
-        words_(parts_of(s.width, Op::DEPTH)),
+        words_(words_of<Op>(s.width)),
         strips_(parts_of(cut.columns(s), LANES)),
-        pieces_(pieces_of(s, Op::DEPTH)),
+        pieces_(pieces_of<Op>(s, TILED<Op> ? LANES : ROWS)),
         clipped_(pieces_[0].stop - pieces_[0].first < words_),
         buffer_(cut.heads * strips_ * strip()),
         before_(cut.heads * sums()),
         after_(cut.heads * sums()),
-        aside_(clipped_ ? pieces() * cut.heads * sums() : 0) {}
+        aside_(clipped_ ? pieces() * cut.heads * sums() : 0) {
+    // The words beyond the tokens of a row stay 0.
+    if (TILED<Op>) std::fill_n(buffer_.data(), cut.heads * strips_ * strip(), 0);
+  }
 
   int64_t row() const { return words_ * LANES; }
   int64_t strip() const { return s_.height * row(); }
@@ -146,15 +166,17 @@ class Sources {
   template <typename F>
   void each_word(F f) const {
     for (int64_t row = 0; row < s_.height; ++row)
-      for (int64_t word = 0; word < words_; ++word)
+      for (int64_t word = 0; word < parts_of(s_.width, Op::DEPTH); ++word)
         f(row, word, row * s_.width + word * Op::DEPTH, std::min<int64_t>(Op::DEPTH, s_.width - word * Op::DEPTH));
   }
 
-  // Call `f` with the row and the index of a piece, the first token and how many.
+  // Call `f` with the targets of each product.
   template <typename F>
-  void each_piece(F f) const {
-    for (int64_t row = 0; row < s_.height; ++row)
-      for (int64_t i = 0; i < pieces(); ++i) f(row, i, row * s_.width + pieces_[i].column, pieces_[i].count);
+  void each_product(F f) const {
+    constexpr int64_t TOGETHER = TILED<Op> ? 2 : 1;
+    for (int64_t row = 0; row < s_.height; row += TOGETHER)
+      for (int64_t i = 0; i < pieces(); ++i)
+        f(Targets{row, std::min(TOGETHER, s_.height - row), i, pieces_[i].column, pieces_[i].count, s_.width});
   }
 
   // Columns of a word's tokens.
@@ -177,11 +199,10 @@ class Sources {
     for (int64_t head = 0; head < heads; ++head) sum_rows(head, strips);
   }
 
-  // The sum over the tokens that no kernel over a piece of a row reaches.
-  Vec beyond(int64_t head, int64_t row, int64_t piece, int64_t strip) const {
-    Vec sum = load(sum_of(before_, head, s_.first(row), strip), LANES) +
-              load(sum_of(after_, head, s_.stop(row), strip), LANES);
-    for (int64_t i = s_.first(row); clipped_ && i < s_.stop(row); ++i)
+  // The sum over the tokens that are not the terms of a piece in the rows [first, stop).
+  Vec beyond(int64_t head, int64_t first, int64_t stop, int64_t piece, int64_t strip) const {
+    Vec sum = load(sum_of(before_, head, first, strip), LANES) + load(sum_of(after_, head, stop, strip), LANES);
+    for (int64_t i = first; clipped_ && i < stop; ++i)
       sum += load(sum_of(aside_, head * pieces() + piece, i, strip), LANES);
     return sum;
   }
@@ -225,11 +246,11 @@ class Outer {
   Outer(const Shape &s, const Cut &cut)
       : s_(s),
         strips_(parts_of(s.width, LANES)),
-        words_(parts_of(cut.columns(s), LANES) * ROW_WORDS<Op>),
-        targets_(cut.heads * s.tokens() * words_),
+        words_(runs(parts_of(cut.columns(s), LANES)) * WORDS),
+        targets_(cut.heads * s.tokens() * words_ + Op::HEIGHT * WORDS),
         sources_(s.height * strips_ * words_ * LANES),
-        found_(ROWS * s.height * LANES),
-        pieces_(pieces_of(s, 1)) {}
+        found_(Op::HEIGHT * s.height * LANES),
+        pieces_(pieces_of<Single>(s, Op::HEIGHT)) {}
 
   // Call `f` with the row and the index of LANES columns of the grid, the first token and how many.
   template <typename F>
@@ -239,14 +260,15 @@ class Outer {
   }
 
   void set_target(int64_t head, int64_t t, const float *columns, int64_t strips) {
-    for (int64_t i = 0; i < strips; ++i)
-      store_row(target(head, t) + i * s_.tokens() * ROW_WORDS<Op>, load(columns + i * LANES, LANES));
+    for (int64_t i = 0; i < runs(strips) * RUN; ++i)
+      store_row(target(head, t) + i / RUN * s_.tokens() * WORDS + i % RUN * ROW_WORDS<Op>,
+                i < strips ? load(columns + i * LANES, LANES) : Vec{});
   }
 
   void set_sources(int64_t row, int64_t strip, const Rows &columns, int count, int64_t strips) {
-    for (int64_t i = 0; i < strips; ++i) {
+    for (int64_t i = 0; i < runs(strips) * RUN; ++i) {
       Tile tile;
-      for (int j = 0; j < count; ++j) tile.row[j] = load(columns[j] + i * LANES, LANES);
+      for (int j = 0; i < strips && j < count; ++j) tile.row[j] = load(columns[j] + i * LANES, LANES);
       tile.template store_terms<Op>(sources_.data() + ((row * strips_ + strip) * words_ + i * ROW_WORDS<Op>) * LANES);
     }
   }
@@ -262,8 +284,13 @@ class Outer {
   }
 
  private:
+  // Strips of columns that are neighbouring terms, and their words.
+  static constexpr int64_t RUN = TILED<Op> ? STRIPS : 1, WORDS = RUN * ROW_WORDS<Op>;
+
+  static int64_t runs(int64_t strips) { return parts_of(strips, RUN); }
+
   typename Op::Word *target(int64_t head, int64_t t) {
-    return targets_.data() + head * s_.tokens() * words_ + t * ROW_WORDS<Op>;
+    return targets_.data() + head * s_.tokens() * words_ + t * WORDS;
   }
 
   // The targets of a piece with the sources of LANES columns in the grid rows within reach.
@@ -271,10 +298,10 @@ class Outer {
     const int64_t first = s_.first(row), rows = s_.stop(row) - first, distances = 2 * s_.width - 1;
     const float zero[STRIPS * LANES] = {};
     for (int64_t i = 0; i < rows; i += STRIPS)
-      multiply_strips<Op, ROW_WORDS<Op>>(
-          {target(head, row * s_.width + piece.column), 1, s_.tokens() * ROW_WORDS<Op>, strips, ROW_WORDS<Op>,
+      multiply_strips<Op, WORDS>(
+          {target(head, row * s_.width + piece.column), 1, s_.tokens() * WORDS, runs(strips), WORDS,
            sources_.data() + ((first + i) * strips_ + column / LANES) * words_ * LANES, strips_ * words_ * LANES,
-           ROW_WORDS<Op> * LANES, zero, 0, found_.data() + i * LANES, rows * LANES},
+           WORDS * LANES, TILED<Op> ? nullptr : zero, 0, found_.data() + i * LANES, rows * LANES},
           piece.count, std::min<int64_t>(STRIPS, rows - i));
     for (int i = 0; i < piece.count; ++i)
       for (int64_t j = 0; j < rows; ++j) {

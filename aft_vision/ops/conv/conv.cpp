@@ -59,6 +59,14 @@ struct Table {
   float *outside;
   int64_t stride;  // of a head: (2H - 1, 2W - 1) words, and zeros for more than a vector; pairs are those of neighbours
 
+  // A place in the table of a head. In tiles a word has the weights of two distances, and a pair begins at any of them.
+  auto at(int64_t head, int64_t distance) const {
+    if constexpr (TILED<Op>)
+      return reinterpret_cast<const uint16_t *>(words + head * stride) + distance;
+    else
+      return words + head * stride + distance;
+  }
+
   // Fill it, by the distance from a source to its targets if it is `turned`.
   void fill(const Shape &s, const Kernel &kernel, bool turned, int threads) const {
     const int64_t distances = (2 * s.height - 1) * (2 * s.width - 1);
@@ -66,7 +74,7 @@ struct Table {
 #pragma omp parallel num_threads(s.heads * distances > FEW_WEIGHTS ? threads : 1)
     {
       std::vector<float> row;
-      region.run([&] { row.resize(stride + LANES); });
+      region.run([&] { row.resize(Op::DEPTH * stride + LANES); });
 #pragma omp for schedule(static)
       for (int64_t head = 0; head < s.heads; ++head) region.run([&] {
         const Vec reference = splat(kernel.reference(head));
@@ -78,9 +86,14 @@ struct Table {
         });
         if (turned) std::reverse(row.begin(), row.begin() + distances);
         for (int64_t i = 0; i < stride; i += LANES) {
+          typename Op::Word *to = words + head * stride + i;
           Vec x[Op::DEPTH];
-          for (int j = 0; j < Op::DEPTH; ++j) x[j] = load(row.data() + i + j, LANES);
-          store_words<Op>(words + head * stride + i, Op::pack(x));
+          for (int j = 0; j < Op::DEPTH; ++j)
+            if (TILED<Op>)
+              store_row(to + j * ROW_WORDS<Op>, load(row.data() + Op::DEPTH * i + j * LANES, LANES));
+            else
+              x[j] = load(row.data() + i + j, LANES);
+          if (!TILED<Op>) store_words<Op>(to, Op::pack(x));
         }
       });
     }
@@ -126,25 +139,45 @@ void weigh(const Inputs<Op> &in, int threads) {
     }
 }
 
-// Call `f` with a head of the group, a token of a piece of a row, and its sums.
-template <typename Op, typename F>
-void sum_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, int64_t row, int64_t piece, float *start,
-               float *sums, F f) {
+// Multiply the weights of a head of the group and some targets by all strips.
+template <typename Op>
+void multiply_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, const Targets &to, int64_t head,
+                    const float *start, float *sums) {
   const Shape &s = g.s;
-  const Piece &at = x.piece(piece);
-  float part[ROWS * STRIPS * LANES];
-  const int64_t strips = g.strips(), distances = 2 * s.width - 1, first = s.first(row);
-  // Neighbours in the table are the targets from the last of the piece to the first.
-  const int64_t distance = (s.height - 1 + first - row) * distances + s.width - 1 + at.first * Op::DEPTH -
-                           (at.column + at.count - 1);
+  const Piece &at = x.piece(to.piece);
+  const int64_t strips = g.strips(), distances = 2 * s.width - 1, length = at.stop - at.first, stride = strips * LANES;
+  const int64_t first = s.first(to.row), rows = s.stop(to.row + to.rows - 1) - first;
+  const auto *weights = table.at(g.head + head, (s.height - 1 + first - to.row) * distances + s.width - 1 +
+                                                    at.first * Op::DEPTH - (to.column + to.count - 1));
+  if constexpr (TILED<Op>) {
+    constexpr int64_t SIZE = sizeof(Tiles::Word), HALF = SIZE / 2;
+    const int64_t block = to.rows > 1 ? -distances * HALF : 0;
+    for (int64_t strip = 0; strip < strips; strip += STRIPS)
+      for (int64_t word = 0; word < length; word += LANES) {
+        float *out = sums + strip * LANES;
+        multiply_tiles({weights + word * Op::DEPTH, HALF, block, distances * HALF,
+                        x.data(head, first, at.first + word) + strip * x.strip(), LANES * SIZE,
+                        strip + 1 < strips ? x.strip() * SIZE : 0, x.row() * SIZE, rows,
+                        word ? out : start + strip * LANES, word ? stride : 0, out, stride});
+      }
+  } else {
+    float part[ROWS * STRIPS * LANES];
+    multiply_spans<Op, 1>({weights, Op::DEPTH, distances, rows, length, x.data(head, first, at.first), x.strip(), x.row(),
+                           start, 0, sums, stride},
+                          to.count, strips, part);
+  }
+}
+
+// Call `f` with a head of the group, the index and the token of each target of a product, and its sums.
+template <typename Op, typename F>
+void sum_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, const Targets &to, float *start, float *sums,
+               F f) {
+  const int64_t strips = g.strips(), first = g.s.first(to.row), stop = g.s.stop(to.row + to.rows - 1);
   for (int64_t i = 0; i < g.heads; ++i) {
     for (int64_t strip = 0; strip < strips; ++strip)
-      store(start + strip * LANES, table.outside[g.head + i] * x.beyond(i, row, piece, strip), LANES);
-    multiply_spans<Op, 1>(
-        {table.words + (g.head + i) * table.stride + distance, Op::DEPTH, distances, s.stop(row) - first,
-         at.stop - at.first, x.data(i, first, at.first), x.strip(), x.row(), start, 0, sums, strips * LANES},
-        at.count, strips, part);
-    for (int j = 0; j < at.count; ++j) f(i, j, sums + (at.count - 1 - j) * strips * LANES);
+      store(start + strip * LANES, table.outside[g.head + i] * x.beyond(i, first, stop, to.piece, strip), LANES);
+    multiply_piece(g, table, x, to, i, start, sums);
+    to.each([&](int64_t j, int64_t t, int64_t row) { f(i, j, t, sums + row * strips * LANES); });
   }
 }
 
@@ -201,8 +234,8 @@ struct Forward {
         den(den),
         x(in.s, cut),
         entering(Op::DEPTH, cut.columns(in.s)),
-        sums(ROWS + 1, cut.columns(in.s)),
-        ratios(ROWS * cut.images, cut.heads * in.s.per_head),
+        sums(Op::HEIGHT + 1, cut.columns(in.s)),
+        ratios(Op::HEIGHT * cut.images, cut.heads * in.s.per_head),
         fill(cut.images) {}
 
   bool run(const Group &g) {
@@ -215,16 +248,18 @@ struct Forward {
     });
     x.finish(g.heads, g.strips());
     bool good = true;
-    x.each_piece([&](int64_t row, int64_t piece, int64_t t, int64_t count) {
-      sum_piece<Op>(g, in.table, x, row, piece, sums[ROWS], sums[0], [&](int64_t head, int64_t i, const float *found) {
-        good &= divide(g, head, t + i, found, ratios[i * g.images] + head * in.s.per_head);
-      });
-      for (int64_t i = 0; i < count; ++i)
+    x.each_product([&](const Targets &to) {
+      sum_piece(g, in.table, x, to, sums[Op::HEIGHT], sums[0],
+                [&](int64_t head, int64_t i, int64_t t, const float *found) {
+                  good &= divide(g, head, t, found, ratios[i * g.images] + head * in.s.per_head);
+                });
+      to.each([&](int64_t i, int64_t t, int64_t) {
         for (int64_t image = 0; image < g.images; ++image)
-          g.vectors(image, t + i, [&](const Place &at, int64_t c) {
+          g.vectors(image, t, [&](const Place &at, int64_t c) {
             at.later(NEAR).prefetch(in.q);
             at.write(out, gated(at, in.q, load(ratios[i * g.images + image] + c, LANES)));
           });
+      });
     });
     return good;
   }
@@ -267,8 +302,8 @@ struct Backward {
         r(in.s, cut),
         outer(in.s, cut),
         entering(LANES, cut.columns(in.s)),
-        sums(ROWS + 1, cut.columns(in.s)),
-        a(ROWS * cut.images, cut.heads * in.s.per_head),
+        sums(Op::HEIGHT + 1, cut.columns(in.s)),
+        a(Op::HEIGHT * cut.images, cut.heads * in.s.per_head),
         go(Op::DEPTH * cut.images, cut.heads * in.s.per_head) {}
 
   bool run(const Group &g) {
@@ -284,14 +319,15 @@ struct Backward {
       }
     });
     r.finish(g.heads, g.strips());
-    r.each_piece([&](int64_t row, int64_t piece, int64_t t, int64_t count) {
-      sum_piece<Op>(g, in.table, r, row, piece, sums[ROWS], sums[0], [&](int64_t head, int64_t i, const float *found) {
-        collect(g, head, t + i, found, a[i * g.images] + head * in.s.per_head);
-      });
-      for (int64_t i = 0; i < count; ++i)
+    r.each_product([&](const Targets &to) {
+      sum_piece(g, in.table, r, to, sums[Op::HEIGHT], sums[0],
+                [&](int64_t head, int64_t i, int64_t t, const float *found) {
+                  collect(g, head, t, found, a[i * g.images] + head * in.s.per_head);
+                });
+      to.each([&](int64_t i, int64_t t, int64_t) {
         for (int64_t image = 0; image < g.images; ++image)
-          g.vectors(image, t + i,
-                    [&](const Place &at, int64_t c) { at.write(dv, load(a[i * g.images + image] + c, LANES)); });
+          g.vectors(image, t, [&](const Place &at, int64_t c) { at.write(dv, load(a[i * g.images + image] + c, LANES)); });
+      });
     });
     for (int64_t head = 0; d_table && head < g.heads; ++head) {
       outer.each_strip([&](int64_t row, int64_t strip, int64_t t, int64_t count) {
@@ -363,6 +399,7 @@ int each_group(const Inputs<Op> &in, int threads, F make) {
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
   {
+    [[maybe_unused]] typename Op::State state;
     decltype(make(cut, 0)) worker;
     region.run([&] { worker = make(cut, omp_get_thread_num()); });
 #pragma omp for schedule(static)
@@ -388,11 +425,11 @@ void kernel_grad(const Shape &s, const Kernel &kernel, const float *parts, int64
 }
 
 // The inputs of a call, as Python packs them; q and mask may be null. `scratch` is for h tables of `words`, the weight
-// beyond each, and (B, T, h) exponentials; words are pairs or not.
+// beyond each, and (B, T, h) exponentials.
 struct Call {
   int64_t batch, height, width, channels;
   Kernel kernel;
-  int64_t pairs, words;
+  int64_t operands, words;
   float *scratch;
   Stream q, k, v;
   const bool *mask;
@@ -402,7 +439,7 @@ struct Call {
   // Call `f` with the arguments of the kernels, the table filled.
   template <typename F>
   int with_inputs(const Shape &s, bool turned, float underflow, int threads, F f) const {
-    return with_words(pairs, scratch, [&](auto op, const auto *) {
+    return with_operands(operands, scratch, [&](auto op, const auto *) {
       typedef decltype(op) Op;
       float *outside = scratch + kernel.heads * words;
       const Table<Op> table{reinterpret_cast<typename Op::Word *>(scratch), outside, words};

@@ -112,7 +112,7 @@ void each_sum(const typename Op::Word *weights, int64_t tokens, int64_t blocks, 
       for (int r = 0; r < rows; ++r) ahead(i, t + r);
       if constexpr (TILED<Op>)
         multiply_strips<Op, LANES>({tile, 1, Op::HEIGHT * LANES, x.words() / LANES, LANES, x.data(i), x.strip(),
-                                    LANES * LANES, zero, 0, sums[0], STRIPS * LANES},
+                                    LANES * LANES, nullptr, 0, sums[0], STRIPS * LANES},
                                    rows, STRIPS);
       else
         multiply_spans<Op, 1>({tile, Op::HEIGHT, 0, 1, x.words(), x.data(i), x.strip(), 0, zero, 0, sums[0],
@@ -215,7 +215,7 @@ class Outer {
         const int64_t count = std::min<int64_t>(STRIPS, strips_ - i);
         multiply_strips<Op, WORDS>({target(0, t), 1, tokens_ * WORDS, blocks, WORDS,
                                     sources_.data() + i * blocks_ * WORDS * LANES, blocks_ * WORDS * LANES,
-                                    WORDS * LANES, zero, 0, part, STRIPS * LANES},
+                                    WORDS * LANES, TILED<Op> ? nullptr : zero, 0, part, STRIPS * LANES},
                                    rows, count);
         for (int r = 0; r < rows; ++r)
           for (int64_t n = 0; n < count * LANES; n += LANES) {
@@ -404,13 +404,6 @@ void bias_grad(const float *bias, int64_t tokens, const float *parts, int thread
       store(out + t * tokens + s, sum * exp_(load(row + s, lanes) - peak), lanes);
     }
   }
-}
-
-// Call `f` with an Op and the words as its type.
-template <typename F>
-auto with_operands(int64_t operands, const void *words, F f) {
-  if (operands == TILES) return f(Tiles{}, static_cast<const Tiles::Word *>(words));
-  return with_words(operands == PAIRS, words, f);
 }
 
 // A bias (T, T), or null where its weights are set, and these.

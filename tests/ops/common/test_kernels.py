@@ -74,6 +74,7 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
             pytest.skip('this processor cannot multiply pairs of bfloat16')
         kind = cpp.PAIRS if form == 'cpp pairs' else cpp.TILES
         monkeypatch.setattr(cpp, 'narrow_operands', lambda: kind)
+        monkeypatch.setattr('aft_vision.ops.conv.cpp.TILED_WIDTH', 0)
     return found or 'cpu'
 
 
@@ -84,7 +85,7 @@ def dtype_of(form: str) -> torch.dtype:
 
 def op(form: str, name: str) -> Callable[..., Tensor]:
     """An operation in a form, for those of AFT-conv for heads of several channels whichever is the faster."""
-    if name != 'aft_conv' or form not in ('cpp wide', 'cpp conv', 'cpp pairs'):
+    if name != 'aft_conv' or form not in ('cpp wide', 'cpp conv', 'cpp pairs', 'cpp tiles'):
         return partial(getattr(aft_vision.ops, name), backend=form.split()[0])
     (found,) = (x for x in CONV.forms if x.name == ('wide' if form == 'cpp wide' else 'conv'))
     return lambda **inputs: CONV.compute(found, operands(name, inputs))
@@ -129,6 +130,15 @@ TILED: list[tuple[str, str, Sizes]] = [
         for T, D in ((15, 16), (16, 5), (17, 40), (31, 16), (33, 33), (64, 3), (197, 20))
     ),
     ('cpp tiles', 'aft_full', (33, 17, 0, None, 1)),
+    # Pieces of a row, steps of a piece, an odd number of rows and of strips, kernels beyond the grid.
+    *(
+        ('cpp tiles', 'aft_conv', x)
+        for x in (((1, 5), 6, 5, 2), ((5, 7), 36, 5, 18), ((7, 1), 6, 5, 2), ((3, 16), 18, 9, 1, 1))
+    ),
+    *(
+        ('cpp tiles', 'aft_conv', x)
+        for x in (((14, 14), 12, 11, 2, 3), ((3, 33), 34, 3, 2), ((2, 40), 6, 31, 3), ((3, 70), 4, 9, 1))
+    ),
     *(('cpp tiles', 'aft_local_causal', x) for x in ((15, 16, 4), (16, 5, 3), (17, 33, 60), (31, 16, 31), (33, 3, 9))),
     *(('cpp tiles', 'aft_local_causal', x) for x in ((64, 20, 64), (100, 20, 1), (150, 37, 5), (197, 19, 91))),
 ]
@@ -178,9 +188,14 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         # Kernels within and beyond reach.
         *(
             (form, 'aft_conv', (grid, 12, s, 3), others, dtype)
-            for form, others in (('cpp wide', ''), ('cpp conv', ''), ('cpp conv', 'window alone'))
+            for form, others in (
+                ('cpp wide', ''),
+                ('cpp conv', ''),
+                ('cpp conv', 'window alone'),
+                ('cpp tiles', 'window alone'),
+            )
             for grid, s in (((5, 7), 5), ((9, 40), 7), ((3, 4), 15), ((40, 2), 3))
-            for dtype in DTYPES[:2]
+            for dtype in ([torch.bfloat16] if form == 'cpp tiles' else DTYPES[:2])
         ),
         # Tiles that the tokens and channels do not fill, several tiles; one token.
         ('triton', 'aft_full', (5, 16), '', torch.bfloat16),
@@ -263,6 +278,7 @@ def test_it_equals_float64(form: str, name: str, sizes: Sizes, others: str, dtyp
         ('cpp', 'aft_local_causal', (1, 6, 1), ''),
         ('cpp', 'aft_simple_causal', (1, 6), ''),
         ('cpp tiles', 'aft_full', (1, 6), ''),
+        ('cpp tiles', 'aft_conv', ((1, 1), 6, 3, 2), ''),
         ('cpp tiles', 'aft_local_causal', (1, 6, 1), ''),
     ],
 )
@@ -284,6 +300,7 @@ def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes:
                 ('cpp tiles', 'aft_full', (18, 5)),
                 ('cpp wide', 'aft_conv', ((3, 6), 6, 5, 3)),
                 ('cpp conv', 'aft_conv', ((3, 6), 6, 5, 3)),
+                ('cpp tiles', 'aft_conv', ((3, 6), 6, 5, 3)),
                 ('cpp', 'aft_conv', ((6, 5), 66, 5)),
                 ('cpp', 'aft_axial', ((6, 5), 66, (6, 5))),
                 ('cpp', 'aft_axial', ((6, 5), 66, (6, 5), 11)),
@@ -377,6 +394,7 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
             for dtype in DTYPES[:2]
         ),
         ('cpp tiles', 'aft_full', (35, 20), '', 'ordinary', 'ordinary', torch.bfloat16),
+        ('cpp tiles', 'aft_conv', ((3, 20), 12, 5, 3), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('cpp tiles', 'aft_local_causal', (40, 9, 5), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('cpp', 'aft_conv', ((5, 7), 66, 3), 'in part', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4), 'in part', 'ordinary', 'ordinary', torch.float32),
@@ -503,6 +521,7 @@ def forbid_eager(patch: pytest.MonkeyPatch, name: str) -> None:
         ('cpp tiles', 'aft_full', (20, 40), ['full']),
         ('cpp wide', 'aft_conv', ((3, 4), 70, 5, 7), ['conv_wide', 'conv']),
         ('cpp conv', 'aft_conv', ((3, 4), 70, 5, 7), ['conv']),
+        ('cpp tiles', 'aft_conv', ((3, 4), 70, 5, 7), ['conv']),
         ('cpp', 'aft_conv', ((5, 7), 66, 3), ['depthwise']),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4), ['depthwise']),
         ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11), ['axial']),
@@ -588,6 +607,7 @@ def test_a_registered_model_runs_it_forward_and_backward(
         ('cpp tiles', 'aft_full', (35, 40, 0, None, 7), '', torch.bfloat16),
         ('cpp tiles', 'aft_local_causal', (150, 37, 20, None, 3), '', torch.bfloat16),
         *(('cpp', 'aft_conv', ((5, 7), 42, 5, 7, 13), *x) for x in product(('', 'masked'), DTYPES[:2])),
+        ('cpp tiles', 'aft_conv', ((5, 7), 42, 5, 7, 13), 'masked', torch.bfloat16),
         ('cpp', 'aft_conv', ((5, 7), 66, 3, 66, 5), '', torch.float32),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4, 66, 5), '', torch.float32),
         *(
@@ -623,6 +643,7 @@ def test_tiles_give_what_vectors_give_in_other_bits(
     [
         ('cpp', 'aft_full', (20, 40)),
         ('cpp tiles', 'aft_full', (20, 40)),
+        ('cpp tiles', 'aft_conv', ((3, 4), 70, 5, 7)),
         ('cpp', 'aft_conv', ((3, 4), 70, 5, 7)),
         ('cpp', 'aft_conv', ((5, 7), 66, 3)),
         ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11)),
