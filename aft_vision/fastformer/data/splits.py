@@ -35,16 +35,25 @@ def split_dataset(
     labels = np.asarray(dataset['label'])
     counts = np.bincount(labels)
     is_rare = counts[labels] == 1
-    if is_rare.all() or (is_rare.any() and not rare_to_first):
+    if is_rare.all():
+        raise ValueError(
+            f'expected rows that share a label, got {len(labels)} rows with {len(labels)} labels, each once, so they '
+            'are no classes; take another column for the labels'
+        )
+    if is_rare.any() and not rare_to_first:
         names = dataset.features['label'].int2str(np.flatnonzero(counts == 1))
         raise ValueError(
             f'expected classes of two rows or more, got {len(labels)} rows, of which {len(names)} are alone in theirs: '
-            f'{", ".join(names):.200}; rare_to_first=True puts such rows into {next(iter(fractions))!r}, if others '
-            'are left'
+            f'{", ".join(names):.200}; rare_to_first=True puts such rows into {next(iter(fractions))!r}'
         )
     place, rest = np.zeros(len(labels), int), np.flatnonzero(~is_rare)
     for number, name in reversed([*enumerate(fractions)][1:]):
         count = round(fractions[name] * len(labels))
+        if not count:
+            raise ValueError(
+                f'expected the split {name!r} to hold out at least one row, got {fractions[name]:g} of {len(labels)} '
+                'rows; give it a larger share, or more rows'
+            )
         try:
             rest, drawn = train_test_split(rest, test_size=count, stratify=_strata(labels[rest]), random_state=seed)
         except ValueError as error:

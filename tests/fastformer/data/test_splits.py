@@ -82,14 +82,14 @@ def test_fractions_that_do_not_add_up_are_rejected(fractions):
 
 @pytest.mark.parametrize('rare_to_first', [True, False])
 def test_labels_that_all_occur_once_are_no_classes(rare_to_first):
-    with pytest.raises(ValueError, match=r'of two rows or more, got 120 rows, of which 120 are alone in theirs'):
+    with pytest.raises(ValueError, match='got 120 rows with 120 labels, each once'):
         split_dataset(make_dataset(*[1] * 120), rare_to_first=rare_to_first)
 
 
 @pytest.mark.parametrize(
     ('counts', 'share', 'message'),
     [
-        ((60, 60), 0.001, r"split 'test' .* got 0 of 120: "),
+        ((60, 60), 0.001, r"split 'test' to hold out at least one row, got 0.001 of 120 rows"),
         ((4, 4, 4), 0.1, r"split 'test' and for those before it, got 1 of 12: .* number of classes = 3$"),
         # A label column of titles, of which one occurs twice.
         ((*[1] * 118, 2), 0.1, r"split 'test' .* got 12 of 2: "),
