@@ -131,7 +131,7 @@ def write_image_models() -> None:
 def write_programs() -> None:
     """Programs, and a folder whose config.json has the number of classes twice."""
     write_image_models()
-    export_hub_folder(load_model('best.pth'), 'hub', parts=['pt2'])
+    export_hub_folder(load_model('best.pth'), 'hub', parts=['code'])
     Path('saved').mkdir()
     Path('saved/config.json').write_text(json.dumps({'num_classes': 3, 'model_args': {'num_classes': 3}}))
     # With the input of those that `tools.export` writes, in no time.

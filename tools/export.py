@@ -14,8 +14,8 @@ onnx   input `images` (B, 3, H, W), output `logits`. Any batch; for AFT-conv als
 pt2    torch.export, with the same dynamic sizes. It contains AFT's custom operators, so loading it needs
        `import aft_vision`; with --aten it contains only torch's operators.
 hf     a folder for timm (`local-dir:FOLDER`), transformers and the Hugging Face hub, with a model card. It also has
-       what loads without this package and timm: model.onnx and model.pt2; --without leaves some of it out. Needs the
-       export extra for model.onnx.
+       what loads without this package and timm: model.onnx, and model.pt2 with the code by which transformers runs it
+       (trust_remote_code=True); --without leaves some of it out. Needs the export extra for model.onnx.
 
 Every onnx and pt2 file is compared with PyTorch on random images before it gets its name, at three sizes if sizes are
 dynamic. The largest difference is printed, relative to the largest logit; above --tolerance it is an error.
@@ -38,7 +38,7 @@ from tools.arguments import KeyValues, add_license, add_size, check_out, parse_p
 from train.command_line import CommandParser
 
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
-PARTS = ('onnx', 'pt2')
+PARTS = ('code', 'onnx', 'pt2')
 FORMATS = ('onnx', 'pt2', 'hf')
 INT8_MODES = ('dynamic', 'static')
 # Photographs of --data that are read, evenly spaced.

@@ -10,8 +10,9 @@ FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; F
 the accuracy by class, and right and wrong answers. It has the position biases (AFT Fig. 1, 3, 6 to 8) and how sparse
 they are, the average relative attention (Fig. 5), and for each photograph the prediction, the keys (Fig. 9 to 12) and
 the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint are next to them; with
---vit, the attention of a ViT. The curves of training are on it where summary.csv is next to the checkpoint. The page is
-one file and asks nothing of a network (needs matplotlib).
+--vit, the attention of a ViT. The curves of training are on it where summary.csv is next to the checkpoint, and the
+accuracy by image size where eval_resolution.json of tools.eval_resolution is and is not older. The page is one file and
+asks nothing of a network (needs matplotlib).
 
 --only writes one picture as a PNG: the position biases, or of one photograph the keys or the attention of a token, with
 the likeliest classes. A row of it is a layer and a column a head, or a channel of a model without heads. Rows, columns,
@@ -20,10 +21,12 @@ exp(w) - 1, as Fig. 3.
 """
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +84,19 @@ from tqdm import tqdm
 from aft_vision import __version__
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
+from aft_vision.files import find_checkpoint
 from aft_vision.models.checkpoint import load_model, read_record
+from aft_vision.resolution import draw_sizes
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import (
     Report,
+    Section,
     capture_mixers,
     describe_targets,
     draw_implicit_attention,
     draw_key_maps,
     draw_position_biases,
+    figure_png,
     find_photographs,
     load_photograph,
     predictions,
@@ -98,6 +105,7 @@ from aft_vision.visualize import (
     report_sections,
     save_figure,
 )
+from aft_vision.visualize.page import picture
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -120,8 +128,15 @@ def main(argv: Sequence[str] | None = None) -> Path:
         return out
     words = sys.argv[1:] if argv is None else argv
     report = collect(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
+    sections = [*report_sections(report)]
+    sizes = folder / 'eval_resolution.json'
+    if sizes.is_file() and is_older(sizes, args.checkpoint):
+        print(f'{sizes} is older than {args.checkpoint} and left out; tools.eval_resolution --overwrite replaces it')
+    elif sizes.is_file():
+        first = sum(section.title in ('Model', 'Training') for section in sections)
+        sections.insert(first, Section('Image sizes', partial(sizes_section, sizes)))
     parts = []
-    with tqdm(report_sections(report), unit='section', disable=None) as progress:
+    with tqdm(sections, unit='section', disable=None) as progress:
         for section in progress:
             progress.set_description(section.title)
             parts.append((section.title, section.build()))
@@ -129,6 +144,21 @@ def main(argv: Sequence[str] | None = None) -> Path:
     out.write_text(render_page(f'Report on {report.name}', parts), encoding='utf-8', errors='replace')
     print(f'the report is in {out}')
     return out
+
+
+def is_older(table: Path, checkpoint: Path) -> bool:
+    """Return whether a table was written before the weights of a checkpoint file, run or exported folder."""
+    weights = find_checkpoint(checkpoint)
+    weights = weights / 'config.json' if weights.is_dir() else weights
+    return weights.exists() and table.stat().st_mtime_ns < weights.stat().st_mtime_ns
+
+
+def sizes_section(path: Path) -> str:
+    """Draw the accuracies by image size that tools.eval_resolution wrote, with their checkpoint and data."""
+    found = json.loads(path.read_text())
+    alt = f'Accuracy, speed and memory at {len(found["sizes"])} image sizes'
+    caption = f'{found["checkpoint"]} on {found["data"]}, from {path.name}.'
+    return picture(figure_png(draw_sizes(found['sizes'], found['train_size'])), alt, caption)
 
 
 def draw(args: argparse.Namespace) -> Any:

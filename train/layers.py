@@ -102,21 +102,22 @@ def merge_checked(config: Any, layers: Iterable[Mapping[str, Any]], prefix: str 
         # One value at a time, because OmegaConf's error for a tuple of the wrong length does not name the key.
         for layer in layers:
             for key, value in layer.items():
-                for inner, leaf in value.items() if isinstance(value, Mapping) else [('', value)]:
+                for inner, leaf in value.items() if isinstance(value, Mapping) and value else [(None, value)]:
                     config = _merge_one(config, key, inner, leaf, prefix)
-    return config
+        raise
 
 
-def _merge_one(config: Any, key: str, inner: str, leaf: Any, prefix: str) -> Any:
+def _merge_one(config: Any, key: str, inner: str | None, leaf: Any, prefix: str) -> Any:
     try:
-        return OmegaConf.merge(config, {key: {inner: leaf} if inner else leaf})
+        return OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
     except (OmegaConfBaseException, TypeError) as error:
         reason = first_line(error)
         if isinstance(error, ConfigKeyError) and 'Did you mean' not in reason:
             reason += '; --keys lists the keys of an experiment'
         # OmegaConf names its own classes here.
         reason = f'expected a list, such as [{leaf}]' if 'is not a ListConfig' in reason else reason
-        raise ValueError(f'{prefix}{key}{inner and "."}{inner} = {leaf!r}: {reason}') from error
+        name = key if inner is None else f'{key}.{inner}'
+        raise ValueError(f'{prefix}{name} = {leaf!r}: {reason}') from error
 
 
 def _names(message: str, key: str) -> bool:
@@ -126,11 +127,12 @@ def _names(message: str, key: str) -> bool:
 
 
 def keys_of(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
-    """Yield the keys of a layer, as `section.key`."""
+    """Yield the keys of a layer, as `section.key`, those of mappings too."""
     for key, value in layer.items():
         if isinstance(value, Mapping):
             yield from keys_of(value, f'{prefix}{key}.')
-        else:
+        # An error about a mapping names its key.
+        if prefix or not isinstance(value, Mapping):
             yield f'{prefix}{key}'
 
 
@@ -161,7 +163,7 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
 
 def _read_override(override: str) -> Layer:
     key, equals, value = override.partition('=')
-    if not equals:
+    if not equals or not all(key.split('.')):
         raise ValueError(f'expected an override like section.key=value, got {override!r}')
     layer: Any = Argument(value)
     for name in reversed(key.split('.')):

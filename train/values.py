@@ -22,6 +22,7 @@ FLOAT = re.compile(
 # Numbers and booleans of YAML 1.1; those that `_core` leaves are not of YAML 1.2.
 YAML_1_1 = re.compile(
     r'[-+]?(?:[0-9][0-9_]*(?::[0-5]?[0-9])*(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|0b[01_]+|0x[0-9a-fA-F_]+)'
+    r'|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?'
     r'|(?i:y|yes|on|n|no|off)'
 )
 # (H, W) in pixels, for which one side may be given.

@@ -88,7 +88,7 @@ NEEDS_PACKAGE = """
 With aft_vision, for timm, and for training, features and masks:
 """
 # Parts of a folder for users without this package.
-PARTS = ('onnx', 'pt2')
+PARTS = ('code', 'onnx', 'pt2')
 # The file by which transformers loads model.pt2.
 MODELING = 'modeling_aft_vision'
 # Files that some exports have and others have not; the first is of earlier versions.
@@ -139,8 +139,8 @@ def export_hub_folder(
         size: (H, W) in pixels to record as its input size; a fixed-size model is resized. None keeps the model's size.
         checkpoint: Content of the trainer's checkpoint, whose accuracy the card reports.
         license: Licence of the weights, for the card and config.json; see `model_card`.
-        parts: 'onnx': model.onnx; 'pt2': model.pt2 with torch's operators, and the code by which transformers runs it.
-            None is written for a model of timm, which loads without this package.
+        parts: 'onnx': model.onnx; 'pt2': model.pt2 with torch's operators; 'code': the code by which transformers runs
+            model.pt2, which is written with it. None is written for a model of timm, which loads without this package.
 
     Returns:
         The comparisons with the model, by the file.
@@ -178,10 +178,11 @@ def _write_parts(
     if isinstance(model, AFTVisionTransformer | AFTPyramid):
         if 'onnx' in parts:
             checks['model.onnx'] = export_onnx(model, folder / 'model.onnx', choose_shape(model, size))
-        if 'pt2' in parts:
+        has_code = 'code' in parts and model.num_classes > 0
+        if has_code or 'pt2' in parts:
             checks['model.pt2'] = export_pt2(model, folder / 'model.pt2', choose_shape(model, size), aten=True)
-            if model.num_classes:
-                _write_code(model, folder, size)
+        if has_code:
+            _write_code(model, folder, size)
     return checks
 
 

@@ -9,7 +9,15 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils import cached_file
 
 HUB = {'cache_dir', 'force_download', 'local_files_only', 'proxies', 'revision', 'subfolder', 'token'}
-ALWAYS_PASSED = {'_from_auto', '_from_pipeline', 'adapter_kwargs', 'trust_remote_code'}
+# Without a meaning here: what transformers always passes, and how it reads weights.
+IGNORED = {
+    '_from_auto',
+    '_from_pipeline',
+    'adapter_kwargs',
+    'trust_remote_code',
+    'low_cpu_mem_usage',
+    'use_safetensors',
+}
 FIX = 'for all else, `import aft_vision` and load the folder without trust_remote_code'
 
 
@@ -45,18 +53,25 @@ class AFTVisionForImageClassification(PreTrainedModel):
         self.program, self.network, self.training = program, program.module().requires_grad_(False), False
 
     @classmethod
-    def from_pretrained(cls: Any, folder: Any, config: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        dtype = str(kwargs.pop('dtype', None) or 'auto').replace('auto', 'float32').removeprefix('torch.')
+    def from_pretrained(cls: Any, folder: Any, config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        dtype = str(kwargs.pop('dtype', None) or kwargs.pop('torch_dtype', None) or 'auto')
         device = kwargs.pop('device_map', None)
-        if unknown := kwargs.keys() - HUB - ALWAYS_PASSED:
+        if device == 'auto':
+            device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        if unknown := kwargs.keys() - HUB - IGNORED:
             raise ValueError(f'expected no {", ".join(sorted(unknown))} for model.pt2; {FIX}')
-        path: Any = cached_file(folder, 'model.pt2', **{name: kwargs[name] for name in HUB & kwargs.keys()})
-        return cls(config, torch.export.load(path)).to(device, getattr(torch, dtype))
+        where = {name: kwargs[name] for name in HUB & kwargs.keys()}
+        config = AFTVisionConfig.from_pretrained(folder, **where) if config is None else config
+        path: Any = cached_file(folder, 'model.pt2', **where)
+        return cls(config, torch.export.load(path)).to(device, getattr(torch, dtype.replace('auto', 'float32').removeprefix('torch.')))
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> ImageClassifierOutput:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (pixel_values, *self.parameters())):
             raise RuntimeError(f'expected inference, got tensors that require gradients; {FIX}')
-        logits = self.network(pixel_values)
+        pixel_values = pixel_values.float() if pixel_values.is_floating_point() else pixel_values
+        device = pixel_values.device.type
+        with torch.autocast(device if torch.amp.is_autocast_available(device) else 'cpu', enabled=False):
+            logits = self.network(pixel_values)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return ImageClassifierOutput(loss=loss, logits=logits)
 

@@ -19,7 +19,7 @@ from torch.library import CustomOpDef
 from torch.nn import Parameter
 
 from aft_vision.ops import flops
-from aft_vision.ops.common import cpp, launch, tangent
+from aft_vision.ops.common import choice, cpp, launch, tangent
 from aft_vision.ops.common.choice import fastest
 from aft_vision.ops.common.inputs import empty_output
 from aft_vision.ops.common.numerics import without_autocast
@@ -155,6 +155,7 @@ class Operator:
         self.gradients = ['q', 'k', 'v', *operation.biases]
         self.places = [self.names.index(field) for field in self.gradients]
         self.measured: dict[tuple[Any, ...], Form] = {}
+        choice.on_change.append(lambda: self.measured.clear())
         self.register()
 
     def __call__(self, *args: Any, weights: Tensor | None = None) -> Tensor:
@@ -174,7 +175,7 @@ class Operator:
         form = self.choose(backend, inputs)
         if weights is not None:
             _check_weights(self.operation, inputs, weights)
-            if backend == 'auto' and inputs.v.numel() and not torch.is_grad_enabled():
+            if backend == 'auto' and inputs.v.is_cpu and inputs.v.numel() and not torch.is_grad_enabled():
                 form = self.fastest(form, inputs, weights)
         return self.compute(form, inputs, weights)
 

@@ -59,7 +59,7 @@ def make_aft(size: tuple[int, int] = (16, 24), **kwargs: Any) -> torch.nn.Module
 def test_a_hub_folder_opens_in_timm_and_in_transformers(tmp_path):
     transformers = pytest.importorskip('transformers')
     model, images = make_aft(), torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
-    assert list(export_hub_folder(model, tmp_path / 'hub', parts=['pt2'])) == ['model.pt2']
+    assert list(export_hub_folder(model, tmp_path / 'hub', parts=['code'])) == ['model.pt2']
     files = {'README.md', 'config.json', 'model.safetensors', 'model.pt2', 'modeling_aft_vision.py'}
     assert {path.name for path in (tmp_path / 'hub').iterdir()} == files
     loaded = timm.create_model(f'local-dir:{tmp_path / "hub"}', pretrained=True).eval()
@@ -74,7 +74,7 @@ def test_a_hub_folder_opens_in_timm_and_in_transformers(tmp_path):
 
 def test_a_folder_with_code_has_the_processor_of_timm_unless_its_code_is_trusted(tmp_path):
     transformers = pytest.importorskip('transformers')
-    export_hub_folder(make_aft((32, 32)), tmp_path / 'hub', parts=['pt2'])
+    export_hub_folder(make_aft((32, 32)), tmp_path / 'hub', parts=['code'])
     assert (tmp_path / 'hub' / 'preprocessor_config.json').exists()
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / 'hub')
     assert type(processor).__name__ == 'TimmWrapperImageProcessor'
@@ -151,7 +151,7 @@ def test_a_model_that_timm_cannot_rebuild_is_an_error_and_not_exported(tmp_path)
 
 
 def test_a_model_of_one_channel_has_its_own_mean_and_no_processor_of_three(tmp_path):
-    export_hub_folder(make_aft((32, 32), in_chans=1), tmp_path / 'hub', parts=['pt2'])
+    export_hub_folder(make_aft((32, 32), in_chans=1), tmp_path / 'hub', parts=['code'])
     assert not (tmp_path / 'hub' / 'preprocessor_config.json').exists()
     card = (tmp_path / 'hub' / 'README.md').read_text()
     for words in ('mean (0.449,)', 'a PIL image in mode L'):
@@ -213,7 +213,7 @@ def test_the_card_says_how_programs_are_loaded():
 
 def test_the_card_of_a_program_says_the_smallest_image(tmp_path):
     model = make_aft(size=(32, 32))
-    export_hub_folder(model, tmp_path, parts=['pt2'])
+    export_hub_folder(model, tmp_path, parts=['code'])
     program = torch.export.load(tmp_path / 'model.pt2').module()
     smallest = re.search(r'at least (\d+) x (\d+) pixels', (tmp_path / 'README.md').read_text())
     height, width = map(int, smallest.groups())
@@ -252,7 +252,7 @@ def test_a_model_in_channels_last_is_exported_and_stays_as_it_is(tmp_path):
 
 
 def test_an_unknown_part_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match=r'parts must be some of onnx, pt2, got gguf'):
+    with pytest.raises(ValueError, match=r'parts must be some of code, onnx, pt2, got gguf'):
         export_hub_folder(make_aft(), tmp_path / 'hub', parts=['gguf'])
     assert not (tmp_path / 'hub').exists()
 

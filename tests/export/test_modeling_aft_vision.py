@@ -27,7 +27,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]
     folder = tmp_path_factory.mktemp('hub')
     kwargs = dict(depth=1, embed_dim=16, patch_size=8, num_heads=4, kernel_size=3, num_classes=3)
     model = timm.create_model('aft_conv_tiny', **kwargs).eval()
-    export_hub_folder(model, folder, (32, 32), parts=['pt2'])
+    export_hub_folder(model, folder, (32, 32), parts=['code'])
     return model, folder
 
 
@@ -44,6 +44,18 @@ def test_logits_are_those_of_the_model_and_classes_without_names_have_numbers(ex
     helpers.assert_close(classifier(images).logits, model(images).detach(), 1e-5)
     assert not classifier.training
     assert classifier.config.id2label == {0: 'LABEL_0', 1: 'LABEL_1', 2: 'LABEL_2'}
+
+
+@pytest.mark.parametrize(
+    'options', [{'torch_dtype': torch.float32}, {'device_map': 'auto'}, {'low_cpu_mem_usage': True}]
+)
+def test_usual_options_and_autocast_change_nothing(exported, options):
+    model, folder = exported
+    classifier = AFTVisionForImageClassification.from_pretrained(folder, **options).cpu()
+    images = helpers.randn(2, 3, 24, 40, dtype=torch.float32).half()
+    with torch.inference_mode(), torch.autocast('cpu', torch.bfloat16):
+        logits = classifier(images).logits
+    helpers.assert_close(logits, model(images.float()).detach(), 1e-5)
 
 
 def test_a_program_moves_to_another_device_with_its_constants(exported):

@@ -52,7 +52,7 @@ def test_folders_compute_what_their_models_compute(tmp_path):
     }
     for name, model in models.items():
         model.pretrained_cfg.update(label_names=['boot', 'hat'], input_size=(3, 48, 48), crop_pct=0.5)
-        export_hub_folder(model, tmp_path / name, parts=['onnx', 'pt2'] if name == 'aft_conv_tiny' else ['pt2'])
+        export_hub_folder(model, tmp_path / name, parts=['code', 'onnx'] if name == 'aft_conv_tiny' else ['code'])
     given = [helpers.randn(2, 3, *size, dtype=torch.float32) for size in ((40, 48), (64, 56))]
     torch.save(given, tmp_path / 'given.pt')
     [photograph] = helpers.photographs(1, (70, 53))

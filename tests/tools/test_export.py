@@ -104,7 +104,7 @@ def test_options_that_contradict_each_other_are_rejected(checkpoint, tmp_path, c
 
 def test_the_checkpoint_is_not_overwritten(checkpoint, tmp_path):
     folder = str(tmp_path / 'hub')
-    main(['--checkpoint', str(checkpoint), '--format', 'hf', '--without', 'onnx', 'pt2', '--out', folder])
+    main(['--checkpoint', str(checkpoint), '--format', 'hf', '--without', 'code', 'onnx', 'pt2', '--out', folder])
     run = str(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob('*') if path.is_file()}
     sources = [('--checkpoint', folder, f'{folder}/../hub'), ('--model', f'local-dir:{folder}', folder)]

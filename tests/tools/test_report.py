@@ -1,5 +1,7 @@
 import base64
 import io
+import json
+import os
 import re
 import runpy
 import shutil
@@ -26,6 +28,7 @@ CHROMIUM = next(
 CONV = dict(depth=1, embed_dim=8, patch_size=8, num_heads=4, kernel_size=3, num_classes=3)
 VIT = dict(depth=1, embed_dim=8, patch_size=8, num_heads=2, num_classes=3, img_size=32)
 VOID = {'meta', 'img', 'link', 'br'}
+SPEEDS = ('images_per_second', 'peak_memory_mb')
 
 
 class Page(HTMLParser):
@@ -67,6 +70,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     vit = save(folder / 'vit.pth', 'vit_tiny_patch16_224', VIT)
     (folder / 'summary.csv').write_text('epoch,train_loss,eval_top1\n0,2.0,30.0\n1,1.5,41.25\n')
     (folder / 'config.yaml').write_text('optim: {label_smoothing: 0.1}\naugment: {mixup: 0.0, cutmix: 0.0}\n')
+    rows = [
+        {'height': side, 'width': side, 'top1': 40.0, 'top5': 80.0, 'samples': 10} | dict.fromkeys(SPEEDS, 1.0)
+        for side in (32, 64)
+    ]
+    table = {'checkpoint': 'runs/<other>/best.pth', 'data': 'birds', 'train_size': [32, 32], 'sizes': rows}
+    (folder / 'eval_resolution.json').write_text(json.dumps(table))
     for name, image in zip(('shoe', 'shirt', 'shirt'), photographs(3, (48, 40)), strict=True):
         (folder / 'images' / name).mkdir(exist_ok=True, parents=True)
         image.save(folder / 'images' / name / f'{len(list((folder / "images" / name).iterdir()))} & co.png')
@@ -82,6 +91,7 @@ def test_the_page_is_well_formed_and_has_every_section(report):
     titles = [
         'Model',
         'Training',
+        'Image sizes',
         'Accuracy',
         'Position biases',
         'Average relative attention',
@@ -91,6 +101,22 @@ def test_the_page_is_well_formed_and_has_every_section(report):
     assert len(page.all('h1')) == 1
     identifiers = {f'#{section["id"]}' for section in page.all('section')}
     assert {link['href'] for link in page.all('a')} == identifiers
+
+
+def test_the_accuracy_by_image_size_names_its_checkpoint_and_data(report):
+    assert 'runs/&lt;other&gt;/best.pth on birds' in report.read_text()
+
+
+@pytest.mark.parametrize('older', [False, True])
+def test_a_table_of_image_sizes_from_before_the_checkpoint_is_left_out(report, tmp_path, monkeypatch, capsys, older):
+    monkeypatch.setattr('tools.report.report_sections', lambda _: ())
+    for name in ('best.pth', 'eval_resolution.json'):
+        shutil.copy(report.parents[1] / name, tmp_path / name)
+    written = (tmp_path / 'best.pth').stat().st_mtime
+    os.utime(tmp_path / 'eval_resolution.json', (written, written + (-1 if older else 1)))
+    page = main(['--checkpoint', str(tmp_path), '--images', str(report.parents[1] / 'images')]).read_text()
+    assert ('<h2>Image sizes</h2>' in page) is not older
+    assert ('eval_resolution.json is older' in capsys.readouterr().out) is older
 
 
 def test_the_page_asks_for_nothing_and_runs_nothing(report):
@@ -105,8 +131,8 @@ def test_the_page_asks_for_nothing_and_runs_nothing(report):
 
 def test_every_picture_decodes_and_says_what_it_shows(report):
     pictures = Page(report.read_text()).all('img')
-    # Curves, examples, biases, relative attention, and keys and implicit attention of a photograph.
-    assert len(pictures) == 6
+    # Curves, sizes, examples, biases, relative attention, and keys and implicit attention of a photograph.
+    assert len(pictures) == 7
     for picture in pictures:
         image = Image.open(io.BytesIO(base64.b64decode(picture['src'].partition('base64,')[2])))
         image.load()

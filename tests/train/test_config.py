@@ -148,6 +148,10 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('optim.name=adahessian', r"optim\.name = 'adahessian' is not an optimizer"),
         ('model.name=aft_pyramid_nano model.embed_dim=64', r"model\.embed_dim = 64: Key 'embed_dim' not in 'Model'"),
         ('optim.lr', r"expected an override like section\.key=value, got 'optim\.lr'"),
+        ('optim..lr=3', r"expected an override like section\.key=value, got 'optim\.\.lr=3'"),
+        ('optim.=3', r"expected an override like section\.key=value, got 'optim\.=3'"),
+        ('optim.lr.x=1', r"command line: optim\.lr = \{'x': 1\}: "),
+        ('foo={}', r"foo = \{\}: Key 'foo' not in 'Config'"),
         ('optim.lr="', r'expected a YAML value after ='),
     ],
 )

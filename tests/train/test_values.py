@@ -104,6 +104,8 @@ def test_the_file_of_weights_keeps_its_name(key):
         ('data.img_size=[064,64]', "data.img_size = '064'"),
         ('run.cpu_threads=0b11', "run.cpu_threads = '0b11'"),
         ('optim.lr=1_0.5', "optim.lr = '1_0.5'"),
+        ('optim.lr=.5_0', "optim.lr = '.5_0'"),
+        ('optim.args={eps: .5_0}', "optim.args.eps = '.5_0'"),
         ('data.batch_size=08', "data.batch_size = '08'"),
         ('model.depth=010', "model.depth = '010'"),
         ('run.compile=no', "run.compile = 'no'"),

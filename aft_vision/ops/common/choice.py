@@ -39,6 +39,12 @@ def measure_choices(enabled: bool) -> None:
     """Allow or forbid measuring in this process; choices that are recorded are used in either case."""
     global _measures
     _measures = enabled
+    for forget in on_change:
+        forget()
+
+
+# Called when measuring is allowed or forbidden, to forget ways that were taken because nothing was measured.
+on_change: list[Callable[[], None]] = []
 
 
 def fastest(subject: str, shape: tuple[Any, ...], ways: Mapping[str, Callable[[], object]]) -> str:

@@ -205,5 +205,9 @@ def test_the_fastest_form_is_measured_and_recorded(tmp_path: Path, monkeypatch: 
         ops.aft_conv(q, k, v, kernel, (3, 4), weights=ops.bias_weights('aft_conv', kernel, v))
     ((key, found),) = choice.recorded().items()
     choice.choices_path.cache_clear()
+    assert CONV.measured
+    # What was taken while nothing could be measured is not kept.
+    choice.measure_choices(True)
+    assert not CONV.measured
     assert key.startswith('aft_conv B=2 T=16 D=40 keys=2 s=3 torch.float32 q global_context,')
     assert set(found['ms']) == {'wide', 'conv'}
