@@ -54,7 +54,7 @@ class AFTVisionForImageClassification(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls: Any, folder: Any, config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        dtype = str(kwargs.pop('dtype', None) or kwargs.pop('torch_dtype', None) or 'auto')
+        dtype = str(kwargs.pop('dtype', None) or kwargs.pop('torch_dtype', None) or 'auto').replace('auto', 'float32')
         device = kwargs.pop('device_map', None)
         if device == 'auto':
             device = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -63,7 +63,7 @@ class AFTVisionForImageClassification(PreTrainedModel):
         where = {name: kwargs[name] for name in HUB & kwargs.keys()}
         config = AFTVisionConfig.from_pretrained(folder, **where) if config is None else config
         path: Any = cached_file(folder, 'model.pt2', **where)
-        return cls(config, torch.export.load(path)).to(device, getattr(torch, dtype.replace('auto', 'float32').removeprefix('torch.')))
+        return cls(config, torch.export.load(path)).to(device, getattr(torch, dtype.removeprefix('torch.')))
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> ImageClassifierOutput:
         if torch.is_grad_enabled() and any(x.requires_grad for x in (pixel_values, *self.parameters())):
