@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -132,36 +132,50 @@ def lock_run(folder: Path) -> Iterator[None]:
     Unfinished files of a killed run are removed.
 
     Raises:
-        FileExistsError: another process trains there.
+        FileExistsError: another process trains there, or has just ended.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open('a+') as file:
-        try:
-            # Unlike flock's, these locks are not inherited by loading processes, which outlive a killed run.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            owner = file.read().strip() or 'another process'
-            raise FileExistsError(
-                f'expected a folder in which no other run is going on, got {folder}, where {owner} trains; set '
-                'run.dir, or wait for its end'
-            ) from error
-        except OSError as error:
-            _logger.warning('%s is not locked against other runs: %s', folder, error)
-        file.truncate(0)
-        file.write(f'process {os.getpid()} of {socket.gethostname()}\n')
-        file.flush()
-        try:
-            for path in folder.glob('.*.tmp'):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            yield
-        finally:
-            (folder / LOCK).unlink(missing_ok=True)
-            if is_new:
-                # Remove the folder if it is empty: the run did not start.
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+    try:
+        with (folder / LOCK).open('a+') as file:
+            _lock(file, folder)
+            try:
+                for path in folder.glob('.*.tmp'):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                yield
+            finally:
+                (folder / LOCK).unlink(missing_ok=True)
+    finally:
+        if is_new:
+            # Remove the folder if it is empty: the run did not start.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    try:
+        # Unlike flock's, these locks are not inherited by loading processes, which outlive a killed run.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        owner = file.read().strip() or 'another process'
+        raise FileExistsError(
+            f'expected a folder in which no other run is going on, got {folder}, where {owner} trains; set run.dir, '
+            'or wait for its end'
+        ) from error
+    except OSError as error:
+        _logger.warning('%s is not locked against other runs: %s', folder, error)
+    # A run that ended between `open` and here has removed the file, and another may lock a new one.
+    is_named = False
+    with contextlib.suppress(FileNotFoundError):
+        is_named = os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat())
+    if not is_named:
+        raise FileExistsError(
+            f'expected a folder in which no other run is going on, got {folder}, where one has just ended; try again'
+        )
+    file.truncate(0)
+    file.write(f'process {os.getpid()} of {socket.gethostname()}\n')
+    file.flush()
 
 
 def holds_run(folder: Path) -> bool:
@@ -208,7 +222,22 @@ def _describe(samples: int, names: Sequence[str]) -> dict[str, Any]:
 
 
 def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[str], data: Mapping[str, Any]) -> None:
-    """Resume from a checkpoint, and print its path and how this run differs from the one that wrote it.
+    """Restore a state as `restore` does, and print the checkpoint and how this run differs from that which wrote it."""
+    restored = restore(state, folder, where, class_names, data)
+    if restored is None:
+        return
+    path, changes = restored
+    reached = 'complete' if state.budget_exhausted() else f'epoch {state.progress.epoch + 1}'
+    if state.world.is_primary:
+        print(f'resumed from {path}: {reached}, update {state.progress.updates}')
+        for change in changes:
+            print(f'  now with {change}')
+
+
+def restore(
+    state: TrainState, folder: Path, where: str, class_names: Sequence[str], data: Mapping[str, Any]
+) -> tuple[Path, list[str]] | None:
+    """Restore a state from a checkpoint.
 
     Args:
         class_names: Classes of the data set, which must be those of the checkpoint.
@@ -217,6 +246,9 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
         where: `auto` for the newest undamaged checkpoint in the folder, if there is one; or the path of a checkpoint,
             or of a run for its newest checkpoint.
 
+    Returns:
+        The path of the checkpoint, and how this run differs from the one that wrote it; None if there is none.
+
     Raises:
         ValueError: the checkpoint is missing, damaged, without the optimizer, or of another model or other data.
     """
@@ -224,30 +256,31 @@ def resume(state: TrainState, folder: Path, where: str, class_names: Sequence[st
     found = find_latest(place) if where == 'auto' or place.is_dir() else (place, read_checkpoint(place))
     if found is None:
         if where == 'auto':
-            return
+            return None
         raise ValueError(f'expected a run with a checkpoint in {place}, got none')
     path, content = found
     if 'optimizer' not in content:
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
-    if list(content['class_names']) != list(class_names):
-        raise ValueError(f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others')
     changes: list[str] = []
     try:
+        if list(content['class_names']) != list(class_names):
+            raise ValueError(
+                f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others'
+            )
         changes += [*_data_changes(content, data, path), *_changes(content, state.record, state.world.size)]
         state.load_state_dict(content, source=str(path))
     except KeyError as error:
-        raise ValueError(f'expected a checkpoint with the whole state of a run, got {path} without {error}') from error
+        raise ValueError(
+            f'expected a checkpoint with the whole state of a run, as {LAST} has, got {path} without {error}; '
+            'run.init_from starts a new run from its weights'
+        ) from error
     except ValueError as error:
         of_model = [change for change in changes if change.startswith('model.')]
         raise ValueError('; '.join([str(error), *of_model])) from error
     # In another folder, the best weights are only those from now on.
     if not (continues(folder, where) and (folder / BEST).exists()):
         state.progress.best = state.objective.worst
-    reached = 'complete' if state.budget_exhausted() else f'epoch {state.progress.epoch + 1}'
-    if state.world.is_primary:
-        print(f'resumed from {path}: {reached}, update {state.progress.updates}')
-        for change in changes:
-            print(f'  now with {change}')
+    return path, changes
 
 
 def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -> list[str]:

@@ -12,10 +12,10 @@ labels    the model is fine-tuned, as by train.imagenet
 
 Each stage writes a folder of that name into the folder of the conversion; the last three are runs of train.imagenet.
 `convert.keep=2` leaves softmax attention in the last two blocks. run.resume=auto continues an interrupted conversion
-with the same experiment, or starts a new one.
+with the same experiment, or starts a new one: complete stages stay, and those after one that goes on begin again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from timm.utils import random_seed
 from torch import nn
 
 from aft_vision.commandline import run_command
+from aft_vision.data import Loaders
 from aft_vision.evaluate import check_classes
 from aft_vision.export import export_model
 from aft_vision.files import LAST
@@ -40,16 +41,18 @@ from aft_vision.models.block_alignment import pair_models, select_blocks
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import build_model, set_license
-from train.build import build_loaders, build_state, model_arguments, resolve_images
-from train.checkpoint import holds_run, lock_run, remove_run
+from train.build import Images, build_loaders, build_state, model_arguments, resolve_images
+from train.checkpoint import holds_run, lock_run, remove_run, restore
 from train.config import load_config, save_config
 from train.convert_schema import STAGES, ConvertConfig
 from train.distill import load_teacher
-from train.distributed import join_world
+from train.distributed import World, join_world
+from train.engine import is_complete
 from train.imagenet import train_classifier
 from train.keys import format_keys, list_keys
 from train.model_section import build_on_meta, model_schema
 from train.run import check_run_dir, find_run_dir
+from train.schedule import with_min_updates
 from train.schema import Config, DistillConfig
 from train.state import TrainState
 
@@ -77,26 +80,24 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     folder = find_run_dir(config, args.config)
     config = replace(config, run=replace(config.run, dir=str(folder)))
     experiment, state = folder / 'config.yaml', None
-    begins = check_folder(config, folder)
+    check_folder(config, folder)
     stages = place_stages(replace(config, model=keep_attention(config)), folder)
     with join_world(config) as world, lock_run(folder) if world.is_primary else nullcontext():
         images = resolve_images(config)
         loaders = build_loaders(config, images, world)
-        for stage in stages:
-            # An error of a later one before the first one trains; the weights that it begins with are not there yet.
-            build_state(replace(stage, run=replace(stage.run, init_from=None)), images, loaders, world)
+        complete = count_complete(stages, images, loaders, world)
         # The first process changes what all have read.
         world.wait()
-        if world.is_primary and begins:
-            model = copy_teacher(stages[0], config.distill, loaders.class_names)
-            for place in (folder / name for name in STAGES if holds_run(folder / name)):
-                remove_run(place)
-                for name in ('config.yaml', 'summary.csv'):
-                    (place / name).unlink(missing_ok=True)
-                with suppress(OSError):
-                    place.rmdir()
-            export_model(model, folder / COPY, loaders.class_names, images.described)
-            save_config(asdict(config), experiment)
+        if world.is_primary:
+            if config.run.resume is None or not holds_run(folder_of(stages[0])):
+                model = copy_teacher(stages[0], config.distill, loaders.class_names)
+                remove_runs(folder / name for name in STAGES)
+                export_model(model, folder / COPY, loaders.class_names, images.described)
+            # Before the first one trains: if it is killed, run.resume=auto takes no old one for complete.
+            remove_runs(map(folder_of, stages[complete + 1 :]))
+            # That of a complete conversion says how it was made.
+            if complete < len(stages):
+                save_config(asdict(config), experiment)
         for stage in stages:
             # The first process may still be writing the weights.
             world.wait()
@@ -122,8 +123,8 @@ def keep_attention(config: ConvertConfig) -> dict[str, Any]:
     return {**model, 'attention_blocks': sorted(kept)}
 
 
-def check_folder(config: ConvertConfig, folder: Path) -> bool:
-    """Return whether a conversion begins in a folder, instead of going on with one.
+def check_folder(config: ConvertConfig, folder: Path) -> None:
+    """Check that a conversion may be written into a folder.
 
     Raises:
         FileExistsError: it has a run of another trainer, whose config.yaml a conversion replaces, or a conversion that
@@ -138,7 +139,7 @@ def check_folder(config: ConvertConfig, folder: Path) -> bool:
     for name in STAGES:
         check_run_dir(folder / name, config.run)
     if config.run.resume is None or not any(holds_run(folder / name) for name in STAGES):
-        return True
+        return
     begun, now = (asdict(each) for each in (load_config(folder / 'config.yaml', (), ConvertConfig), config))
     changed = [name for name in begun if name not in ('data', 'run') and begun[name] != now[name]]
     if changed:
@@ -146,7 +147,6 @@ def check_folder(config: ConvertConfig, folder: Path) -> bool:
             f'expected the {changed[0]} {begun[changed[0]]}, with which the conversion in {folder} began, got '
             f'{now[changed[0]]}; set run.resume=null run.overwrite=true to convert again, or run.dir'
         )
-    return False
 
 
 def place_stages(config: ConvertConfig, folder: Path) -> list[Config]:
@@ -162,6 +162,36 @@ def place_stages(config: ConvertConfig, folder: Path) -> list[Config]:
 def folder_of(stage: Config) -> Path:
     """Return the folder of a stage."""
     return Path(str(stage.run.dir))
+
+
+def count_complete(stages: Sequence[Config], images: Images, loaders: Loaders, world: World) -> int:
+    """Build every stage before the first one trains, and count those at the start that are complete already.
+
+    Raises:
+        ValueError: an experiment is not valid, or a run does not go on with it.
+    """
+    complete = 0
+    for index, stage in enumerate(stages):
+        schedule = with_min_updates(stage.schedule, len(loaders.train) // stage.optim.accumulate)
+        # The weights that it begins with may not be there yet.
+        alone = replace(stage, schedule=schedule, run=replace(stage.run, init_from=None))
+        state, description = build_state(alone, images, loaders, world)
+        if stage.run.resume is not None and complete == index:
+            restore(state, folder_of(stage), stage.run.resume, loaders.class_names, description['data'])
+            complete += is_complete(state)
+    return complete
+
+
+def remove_runs(folders: Iterable[Path]) -> None:
+    """Remove the runs of stages, which run.resume=auto would take for those of this conversion; other files stay."""
+    for folder in folders:
+        if holds_run(folder):
+            print(f'removing {folder}: the stage before it starts again or goes on')
+            remove_run(folder)
+            for name in ('config.yaml', 'summary.csv'):
+                (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def copy_teacher(config: Config, distill: DistillConfig, class_names: Sequence[str]) -> nn.Module:

@@ -164,7 +164,7 @@ class TrainState:
 
         Raises:
             ValueError: the weights are those of another model or kind of distillation, or the other run had another
-                number of updates per epoch.
+                number of updates per epoch or other parameter groups.
         """
         same = {'updates_per_epoch': self.progress.updates_per_epoch, 'batch_size': self.batch_size}
         found = {**content, 'batch_size': content['config']['data']['batch_size']}
@@ -183,7 +183,13 @@ class TrainState:
         self._load_task_state(content, source)
         # Keep the moments of the checkpoint, and the rates, decays and other settings of this experiment.
         settings = [{key: x for key, x in group.items() if key != 'params'} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(content['optimizer'])
+        try:
+            self.optimizer.load_state_dict(content['optimizer'])
+        except ValueError as error:
+            raise ValueError(
+                f'expected a checkpoint with the parameter groups of this run, got {source}: {error}; '
+                'optim.layer_decay, and whether optim.weight_decay is 0, must be as they were'
+            ) from error
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         # Only runs with float16 have a scale.

@@ -1,4 +1,5 @@
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import resource
@@ -7,7 +8,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
@@ -119,6 +120,23 @@ def test_a_folder_can_be_locked_again_after_an_error(tmp_path):
         raise KeyError
     with lock_run(tmp_path / 'run'):
         pass
+
+
+@pytest.mark.parametrize('third', [False, True])
+def test_a_lock_whose_owner_removes_it_after_it_was_opened_is_refused(tmp_path, monkeypatch, third):
+    lockf, lock = fcntl.lockf, tmp_path / 'run' / '.lock'
+
+    def lock_removed(*args: Any) -> None:
+        lock.unlink()
+        if third:
+            lock.touch()
+        lockf(*args)
+
+    monkeypatch.setattr(fcntl, 'lockf', lock_removed)
+    with pytest.raises(FileExistsError, match=r'no other run is going on, got .*run, where .*; try again'):
+        lock_run(tmp_path / 'run').__enter__()
+    # That of a third process stays; a folder that was new and is empty does not.
+    assert lock.exists() == lock.parent.exists() == third
 
 
 def test_a_run_in_a_folder_where_another_trains_is_refused(tmp_path, holder):

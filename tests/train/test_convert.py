@@ -18,7 +18,7 @@ from aft_vision.models.checkpoint import load_model
 from train import engine, imagenet
 from train.config import load_config
 from train.convert import main
-from train.convert_schema import STAGES
+from train.convert_schema import STAGES, ConvertConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,11 +140,38 @@ def test_a_conversion_over_one_that_goes_on_is_an_error_and_removes_nothing(argu
         assert digest(folder / name / 'last.pth') == digest(whole / name / 'last.pth')
 
 
+def test_a_stage_that_goes_on_lets_those_after_it_begin_again(arguments, whole, tmp_path, capsys):
+    main([*arguments, f'run.dir={tmp_path}', 'run.max_seconds=0.001'])
+    assert [torch.load(tmp_path / name / 'last.pth', weights_only=True)['updates'] for name in STAGES] == [1, 1, 1]
+    capsys.readouterr()
+    main([*arguments, f'run.dir={tmp_path}', 'run.resume=auto', 'run.max_seconds=1000'])
+    printed = capsys.readouterr().out
+    assert [name for name in STAGES if f'removing {tmp_path / name}:' in printed] == list(STAGES[1:])
+    for name in STAGES:
+        assert digest(tmp_path / name / 'last.pth') == digest(whole / name / 'last.pth')
+        assert losses(tmp_path / name) == losses(whole / name)
+    assert load_config(tmp_path / 'config.yaml', (), ConvertConfig).run.max_seconds == 1000
+
+
+def test_a_stage_that_was_removed_lets_those_after_it_begin_again(arguments, whole, tmp_path):
+    folder = shutil.copytree(whole, tmp_path / 'run')
+    shutil.rmtree(folder / 'features')
+    main([*arguments, f'run.dir={folder}', 'run.resume=auto', 'run.seed=1'])
+    same = [digest(folder / name / 'last.pth') == digest(whole / name / 'last.pth') for name in STAGES]
+    assert same == [True, False, False]
+    # What says how it was made stays when it is resumed complete.
+    before = (folder / 'config.yaml').read_bytes()
+    main([*arguments, f'run.dir={folder}', 'run.resume=auto', 'run.seed=2'])
+    assert (folder / 'config.yaml').read_bytes() == before
+    assert load_config(folder / 'config.yaml', (), ConvertConfig).run.seed == 1
+
+
 @pytest.mark.parametrize(
     ('override', 'message'),
     [
         ('convert.features_epochs=0', r"expected the convert .*, with which .* began, got .*'features_epochs': 0,"),
         ('distill.teacher=deit_small_patch16_224', r"expected the distill .*, got .*'deit_small_patch16_224'.*; set"),
+        ('data.batch_size=16', r'a run with batch_size = 16, .* got .*last\.pth with 20'),
     ],
 )
 def test_another_conversion_is_not_resumed(arguments, whole, tmp_path, override, message):

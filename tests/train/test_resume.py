@@ -176,7 +176,12 @@ def test_a_run_does_not_go_on_in_the_folder_of_another(small, whole, tmp_path):
     [
         ('', '', r'is not complete, got run\.resume=.*, which is, after update 6'),
         ('optim.name=sgd', '', r'a run with optim\.name = sgd, as this one has, got .*last\.pth with adamw'),
-        ('optim.weight_decay=0', '', r'a different number of parameter groups'),
+        (
+            'optim.weight_decay=0',
+            '',
+            r'last\.pth: .* parameter groups; optim\.layer_decay, and whether optim\.weight_d',
+        ),
+        ('optim.layer_decay=0.5', '', r'the parameter groups of this run, got .*last\.pth: .* must be as they were'),
         ('data.batch_size=16', 'last.pth', r'a run with batch_size = 16, .* got .* with 20'),
         # The folder of a run stands for its newest checkpoint.
         *(
@@ -198,6 +203,17 @@ def test_other_data_are_not_gone_on_with(small, whole, tmp_path):
     other = [f'data.dir={folder}', f'run.resume={whole / "last.pth"}', f'run.dir={tmp_path / "run"}']
     with pytest.raises(ValueError, match=r'a run with updates_per_epoch = 2, .* got .* with 3; the data set and'):
         main([*small, *other])
+
+
+@pytest.mark.parametrize('part', ['class_names', 'epoch', 'scaler', 'world_size'])
+def test_a_checkpoint_without_a_part_of_the_state_is_not_gone_on_with(small, whole, tmp_path, part):
+    content = torch.load(whole / 'last.pth', weights_only=True)
+    del content[part]
+    torch.save(content, tmp_path / 'part.pth')
+    with pytest.raises(
+        ValueError, match=rf"whole state of a run, .*, got .*part\.pth without '{part}'; run\.init_from"
+    ):
+        main([*small, f'run.resume={tmp_path / "part.pth"}', f'run.dir={tmp_path / "run"}'])
 
 
 @pytest.mark.parametrize(
