@@ -25,7 +25,7 @@ from aft_vision.models.decoders import DECODERS, create_decoder
 from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
 from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
-from train.schema import unknown
+from train.schema import require, unknown
 
 RESERVED_MODEL_KEYS = {
     'num_classes': 'the data set determines the number of classes',
@@ -82,6 +82,7 @@ def check_model(model: Mapping[str, Any]) -> dict[str, Any]:
     if not timm.is_model(name):
         raise ValueError(unknown('model.name', name, timm.list_models(), 'a registered model'))
     _check_reserved(kwargs, RESERVED_MODEL_KEYS)
+    _overlay(kwargs)
     schema = family_schema(name)
     if schema is not None:
         return {'name': name, **check_arguments(kwargs, schema)}
@@ -187,10 +188,15 @@ def _known_preprocessing(layers: Sequence[Layer]) -> dict[str, Any]:
         found = resolve_model_data_config(load_model(start))
     else:
         cfg = timm.get_pretrained_cfg(str(name)) or PretrainedCfg()
-        found = resolve_data_config(
-            pretrained_cfg={**cfg.to_dict(), **(merged.model.get('pretrained_cfg_overlay') or {})}
-        )
+        found = resolve_data_config(pretrained_cfg={**cfg.to_dict(), **_overlay(merged.model)})
     return {'img_size': list(found['input_size'][-2:]), 'crop_pct': found['crop_pct']}
+
+
+def _overlay(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `model.pretrained_cfg_overlay` after checking that it is a mapping."""
+    overlay = model.get('pretrained_cfg_overlay')
+    require('model.pretrained_cfg_overlay', overlay, isinstance(overlay, Mapping | None), 'keys such as {file: FILE}')
+    return overlay or {}
 
 
 def drop_foreign_arguments(

@@ -4,6 +4,7 @@ import logging
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,7 +98,13 @@ class CheckedDataset(ImageData, Dataset, ABC):
 
 
 class CheckedImageDataset(CheckedDataset, ImageDataset):
-    """timm's ImageDataset with the path in the error for an image that cannot be decoded."""
+    """timm's ImageDataset with the path in the error for an image that cannot be decoded.
+
+    Attributes:
+        archive: The file with the images; None if each is a file.
+    """
+
+    archive: Path | None = None
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -114,7 +121,8 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
 
     def name_of(self, index: int) -> str:
         # An image that a Hugging Face data set stores as bytes may have no path.
-        return self.filename(index, absolute=True) or f'the image with index {index}'
+        name = self.filename(index, absolute=True) or f'the image with index {index}'
+        return name if self.archive is None else f'{name} in {self.archive}'
 
 
 class OtherDataset(CheckedDataset):

@@ -22,6 +22,7 @@ from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, OtherDataset, PartOfDataset
 from aft_vision.data.images import (
+    HIDDEN,
     MACOS_FOLDER,
     describe_ignored,
     file_kind,
@@ -39,6 +40,8 @@ EVAL_SPLITS = ('val', 'validation', 'valid', 'test')
 NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/')
 PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
 CAN_SKIP = ('hfds/', 'hfids/', 'wds/')
+# The first bytes of gzip, bzip2, xz and zstd.
+COMPRESSED = re.compile(rb'\x1f\x8b|BZh[1-9]1AY|\xfd7zXZ|\x28\xb5\x2f\xfd')
 # Names that a message lists.
 MAX_LISTED = 10
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
@@ -151,8 +154,12 @@ def with_evaluation_images(source: Source) -> Source:
     return source
 
 
-def open_train_split(source: Source, seed: int = 0) -> Split:
+def open_train_split(source: Source, batch_size: int | None = None, seed: int = 0) -> Split:
     """Open the training split.
+
+    Args:
+        batch_size: Ignored; kept for earlier callers.
+        seed: Of the order of a stream.
 
     Raises:
         ValueError: the data set is missing or empty, or a class has no images; the message has the path.
@@ -165,8 +172,8 @@ def open_train_split(source: Source, seed: int = 0) -> Split:
     return split
 
 
-def open_eval_split(source: Source) -> Split:
-    """Open the evaluation split, with the errors of `open_train_split`."""
+def open_eval_split(source: Source, batch_size: int | None = None) -> Split:
+    """Open the evaluation split, with the arguments and errors of `open_train_split`."""
     if source.val_share is None:
         wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
         split = _open(source, wanted, seed=0, is_training=False)
@@ -289,11 +296,20 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     images = [name for name, member in members.items() if not member.isdir() and kinds[name] in suffixes]
     places = {name: PurePosixPath(name) for name in members}
     parents = {places[name].parent.parent for name in images}
+    for name, member in members.items():
+        if kinds[name] == HIDDEN:
+            continue
+        # A link may be a class folder, so its suffix does not count.
+        if not (member.isdir() or member.isfile()):
+            raise ValueError(f'expected files in {path}, got the link {name}; tar --dereference --hard-dereference')
+        if member.issparse():
+            raise ValueError(f'expected whole files in {path}, got the sparse {name}; tar without --sparse')
+        if member.isfile() and kinds[name] == '.tar':
+            raise ValueError(
+                f'expected images in class folders of {path}, got a tar file of them, {name}: unpack it; {PREPARATION}'
+            )
     if not images:
         raise ValueError(f'expected images in class folders in {path}, got none')
-    links = [name for name in images if not members[name].isfile()]
-    if links:
-        raise ValueError(f'expected files in {path}, got the link {links[0]}; tar --dereference --hard-dereference')
     undivided = whole is not None and not {parent.name for parent in parents}.intersection(whole)
     splits = _split_folders(parents, path, None if undivided else wanted)
     inside = [name for name in members if splits & set(places[name].parents)]
@@ -305,8 +321,9 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     folders = {places[name].name for name in inside if members[name].isdir() and places[name].parent in splits}
     shown = {name for name in folders if not is_hidden(name) and name != MACOS_FOLDER}
     others = [kinds[name] for name in inside if not members[name].isdir() and kinds[name] not in suffixes]
-    reader = partial(_TarReader, members)
-    return _make_split(path, reader, chosen, [*used | shown], astray, Counter(others))
+    split = _make_split(path, partial(_TarReader, members), chosen, [*used | shown], astray, Counter(others))
+    split.dataset.archive = path
+    return split
 
 
 def _make_split(
@@ -411,8 +428,10 @@ def _read_members(path: Path) -> dict[str, tarfile.TarInfo]:
     """Return the members of an uncompressed tar file by name, after checking that it is whole."""
     try:
         with path.open('rb') as file:
+            if COMPRESSED.match(file.read(8)):
+                raise tarfile.ReadError('it is compressed; decompress it')
             # The end marker of a tar file; without it, a file truncated between two members looks complete.
-            file.seek(-1024, os.SEEK_END)
+            file.seek(max(file.seek(0, os.SEEK_END) - 1024, 0))
             if any(file.read()):
                 raise tarfile.ReadError('its end is missing')
         with tarfile.open(path, 'r:', tarinfo=StrictTarInfo) as tar:

@@ -133,7 +133,7 @@ def create_loaders(
     sizes = train_size if isinstance(train_size, SizeSchedule) else SizeSchedule((train_size,))
     evaluation = evaluation or Preprocessing(sizes.sizes[-1])
     images = shard.micro_batch_size(batch_size)
-    train = open_train_split(source, seed)
+    train = open_train_split(source, seed=seed)
     validation = open_eval_split(source)
     check_same_classes(train.class_names, validation.class_names)
     if shard.rank == 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 from timm.data import get_img_extensions
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff')
@@ -63,7 +63,9 @@ def open_image(file: str | Path | IO[bytes], name: str | None = None) -> Image.I
             turn, pixels = UPRIGHT.get(_orientation(image)), _to_rgb(image)
     # Decoders raise various errors for damaged files: OSError, SyntaxError, struct.error, DecompressionBombError.
     except Exception as error:
-        raise CorruptImageError(f'expected an image that can be decoded, got {name or file}: {error}') from error
+        # Pillow's message has the address of a file in memory.
+        reason = 'its format is unknown' if isinstance(error, UnidentifiedImageError) else error
+        raise CorruptImageError(f'expected an image that can be decoded, got {name or file}: {reason}') from error
     return pixels if turn is None else pixels.transpose(turn)
 
 

@@ -175,8 +175,8 @@ class Stream(ImageData, IterableDataset, ABC):
             raise CorruptImageError(f'{error}; {REMEDY}') from error
         with self._skipped.get_lock():
             self._skipped.value += images
-        # Images have no number here. Two of them may share a flag; their count is reported all the same. Pillow's part
-        # of the message has the address of a file in memory.
+        # Images have no number here. Two of them may share a flag; their count is reported all the same. The cause
+        # may be told in other words in the next epoch.
         flag = zlib.crc32(str(error).partition(': ')[0].encode()) % NUM_FLAGS
         if not self._named[flag]:
             self._named[flag] = True
@@ -343,6 +343,8 @@ class StreamLoader(DataLoader):
     def __init__(self, stream: Stream, batch_size: int, collate: Callable[[list[Any]], Any], **options: Any) -> None:
         super().__init__(stream, batch_size, collate_fn=partial(_collate_whole, batch_size, collate), **options)
         self.stream, self.collate = stream, collate
+        # Files with their own numbers of images are compared one by one.
+        self._looks_further = stream.is_training and not stream.is_divisible
 
     def __len__(self) -> int:
         images, size = len(self.stream), self.batch_size or 1
@@ -353,10 +355,13 @@ class StreamLoader(DataLoader):
         while True:
             before, found = made, 0
             stream.forget_skipped()
-            for batch in self._batches():
+            batches = self._batches()
+            for batch in batches:
                 found += len(batch[1])
                 if stream.is_training and len(batch[1]) < (self.batch_size or 1):
                     continue
+                if self._looks_further and made + 1 == len(self):
+                    self._look_further(batches, found)
                 yield batch
                 made += 1
                 if stream.is_training and made == len(self):
@@ -366,6 +371,16 @@ class StreamLoader(DataLoader):
                 return
             if made == before:
                 raise CorruptImageError(f'expected a batch of images that can be read in {stream.place}, got {found}')
+
+    def _look_further(self, batches: Iterator[Any], found: int) -> None:
+        """Warn once if the data set goes on after the number of images that it is said to have."""
+        self._looks_further = False
+        place, stated = self.stream.place, self.stream.images
+        for batch in batches:
+            found += len(batch[1])
+            if found > stated:
+                _logger.warning('%s has more than the stated %d images; an epoch has only so many', place, stated)
+                return
 
     def _compare(self, found: int) -> None:
         """Compare the images of a whole pass with those of the split; at most the skipped ones may be missing."""

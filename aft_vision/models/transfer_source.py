@@ -95,9 +95,9 @@ def build_model(name: str, **kwargs: Any) -> nn.Module:
         ValueError: there is no such model, or it cannot be built with these arguments or these weights.
         ConnectionError: the weights cannot be downloaded.
     """
-    overlay = kwargs.get('pretrained_cfg_overlay') or {}
-    is_local = name.startswith('local-dir:') or overlay.get('file') or overlay.get('state_dict')
     try:
+        overlay = kwargs.get('pretrained_cfg_overlay') or {}
+        is_local = name.startswith('local-dir:') or overlay.get('file') or overlay.get('state_dict')
         model = timm.create_model(name, **kwargs)
     # These are not about the arguments.
     except (ImportError, MemoryError, torch.OutOfMemoryError):

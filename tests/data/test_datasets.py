@@ -59,7 +59,7 @@ def test_a_folder_and_its_tar_files_are_the_same_data_set(tmp_path, layout):
     assert names == ['a', 'b', 'c']
     assert targets.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
-    assert len(open_train_split(source).dataset) == 9
+    assert len(open_train_split(source, 4).dataset) == 9
 
 
 def test_classes_of_a_tar_have_the_order_of_its_folder(tmp_path):
@@ -259,7 +259,7 @@ def test_a_corrupt_image_in_a_tar_is_named(tmp_path, kind):
     folder = make_folder(tmp_path / 'images', {'val': ['a']})
     damage(folder / 'val' / 'a' / '1.png', kind)
     tar = make_tar(tmp_path / 'all.tar', folder, 'set')
-    with pytest.raises(CorruptImageError, match=r'set/val/a/1\.png'):
+    with pytest.raises(CorruptImageError, match=r'got set/val/a/1\.png in .*all\.tar: [^<]*$'):
         evaluate(Source(dir=str(tar)))
 
 
@@ -392,6 +392,44 @@ def test_a_tar_of_images_without_class_folders_is_named(tmp_path):
     make_tar(tmp_path / 'set' / 'val.tar', tmp_path / 'images')
     with pytest.raises(ValueError, match=r'class folders of .*val\.tar, got 2 without one; tools\.prepare_imagenet'):
         open_eval_split(Source(dir=str(tmp_path / 'set')))
+
+
+@pytest.mark.parametrize('kept', [(), ('a', 'b')])
+@pytest.mark.parametrize('place', ['b.tar', 'train/c.tar', 'train/b/b.TAR'])
+def test_a_tar_of_tar_files_is_named(tmp_path, kept, place):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']}, images=1)
+    inner = make_tar(tmp_path / 'inner.tar', folder / 'train' / 'b')
+    for name in {'a', 'b'}.difference(kept):
+        shutil.rmtree(folder / 'train' / name)
+    (folder / place).parent.mkdir(exist_ok=True)
+    inner.rename(folder / place)
+    message = rf'images in class folders of .*all\.tar, got a tar file of them, .*{place}: unpack it; tools\.prepare'
+    with pytest.raises(ValueError, match=message):
+        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', folder))))
+
+
+@pytest.mark.parametrize(
+    ('kind', 'said'), [('symlink', 'the link'), ('hard link', 'the link'), ('sparse', 'the sparse')]
+)
+@pytest.mark.parametrize('name', ['train/c', 'train/b/x', 'train/b/x.png'])
+def test_a_member_of_a_tar_that_holds_no_whole_file_is_named(tmp_path, kind, said, name):
+    tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', CLASSES))
+    member = tarfile.TarInfo(name)
+    member.type = {'symlink': tarfile.SYMTYPE, 'hard link': tarfile.LNKTYPE, 'sparse': tarfile.GNUTYPE_SPARSE}[kind]
+    member.linkname = '' if kind == 'sparse' else './train/a'
+    with tarfile.open(tar, 'a', format=tarfile.GNU_FORMAT) as file:
+        file.addfile(member)
+    with pytest.raises(ValueError, match=rf'files in .*all\.tar, got {said} {name}; tar '):
+        open_train_split(Source(dir=str(tar)))
+
+
+@pytest.mark.parametrize('mode', ['w:gz', 'w:bz2', 'w:xz'])
+@pytest.mark.parametrize('images', [1, 100])
+def test_a_compressed_tar_is_named(tmp_path, mode, images):
+    with tarfile.open(tmp_path / 'all.tar', mode) as file:
+        file.add(make_folder(tmp_path / 'images', CLASSES, images=images), arcname='.')
+    with pytest.raises(ValueError, match=r'expected a whole tar file, got .*all\.tar: it is compressed'):
+        open_train_split(Source(dir=str(tmp_path / 'all.tar')))
 
 
 @pytest.mark.parametrize('blocks', [1, 3, 10])

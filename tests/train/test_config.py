@@ -232,6 +232,7 @@ def test_arguments_of_the_class_and_of_timms_vision_transformer_are_known(key):
     [
         ('kernel_sise', 11, r"^model\.kernel_sise = 11: Key .* Did you mean: 'kernel_size'"),
         ('depth', 'deep', r"^model\.depth = 'deep': .*could not be converted to Integer"),
+        ('pretrained_cfg_overlay', 3, r'^expected model\.pretrained_cfg_overlay to be keys such as .*, got 3'),
         *((key, 3, f'{key} = 3 is not for an experiment') for key in ('num_classes', 'in_chans', 'device', 'dtype')),
     ],
 )
