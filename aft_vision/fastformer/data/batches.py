@@ -18,10 +18,11 @@ def tokenize_dataset(
     dataset: AnyDataset,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None = None,
+    *,
     num_proc: int | None = None,
     max_summary_length: int | None = None,
 ) -> AnyDataset:
-    """Replace `text` by `input_ids`, and `summary`, if it is a column, by `labels` with an end token; others stay.
+    """Replace `text` by `input_ids`, and `summary`, if it has a limit, by `labels` with an end token; others stay.
 
     A text without tokens becomes one unknown token, so that no row of a batch is only padding. A decoder reads the
     labels after its start token, as `transformers.DataCollatorForSeq2Seq` makes its batches.
@@ -29,31 +30,27 @@ def tokenize_dataset(
     Args:
         max_length: Length to which texts are truncated, in tokens; None for no limit.
         num_proc: Number of processes, useful with NLTK; None for this one.
-        max_summary_length: Length to which summaries are truncated, including the end token.
+        max_summary_length: Length to which summaries are truncated, including the end token; None leaves a column
+            `summary` as it is.
 
     Raises:
         ValueError: max_summary_length is below 2, or the tokenizer has no end token.
     """
-    splits = dataset.values() if isinstance(dataset, DatasetDict) else [dataset]
-    texts = [name for name in ('text', 'summary') if all(name in split.column_names for split in splits)]
-    if 'summary' in texts and tokenizer.eos_token_id is None:
+    most, end = max_summary_length, tokenizer.eos_token_id
+    if most is not None and end is None:
         raise ValueError('expected a tokenizer with an end token (eos_token), got one without')
-    if max_summary_length is not None and max_summary_length < 2:
-        raise ValueError(f'max_summary_length must be at least 2, got {max_summary_length}')
-
-    def closed(target: list[int]) -> list[int]:
-        # Some tokenizers add the end token themselves.
-        end = tokenizer.eos_token_id
-        return target if target[-1:] == [end] else [*target[: max_summary_length and max_summary_length - 1], end]
+    if most is not None and most < 2:
+        raise ValueError(f'max_summary_length must be at least 2, got {most}')
 
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
         tokens = {'input_ids': token_ids(batch['text'], tokenizer, max_length)}
-        if 'summary' in texts:
-            is_cut = max_summary_length is not None
-            targets: Any = tokenizer(batch['summary'], truncation=is_cut, max_length=max_summary_length)['input_ids']
-            tokens['labels'] = list(map(closed, targets))
+        if most is not None:
+            targets: Any = tokenizer(batch['summary'], truncation=True, max_length=most)['input_ids']
+            # Some tokenizers add the end token themselves.
+            tokens['labels'] = [row if row[-1:] == [end] else [*row[: most - 1], end] for row in targets]
         return tokens
 
+    texts = ['text'] if most is None else ['text', 'summary']
     return dataset.map(tokenize, batched=True, remove_columns=texts, num_proc=num_proc, desc='tokens')
 
 

@@ -217,14 +217,19 @@ def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) ->
             if line.strip() or delimiter in line:
                 yield number, line.rstrip('\r\n').split(delimiter)
         return
-    # csv's own limit of 128 KiB is shorter than some texts.
-    csv.field_size_limit(LARGEST_FIELD)
     lines = (line for _, line in read_text_lines(path, encoding))
     reader, number = csv.reader(lines, delimiter=delimiter, strict=True), 1
-    try:
-        for row in reader:
-            if row:
-                yield number, row
-            number = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f'{path}, line {number}: not a CSV with {delimiter!r} between columns: {error}') from error
+    while True:
+        # The limit is one of the process, in which other readers may be open.
+        limit = csv.field_size_limit(LARGEST_FIELD)
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise ValueError(f'{path}, line {number}: not a CSV with {delimiter!r} between columns: {error}') from error
+        finally:
+            csv.field_size_limit(limit)
+        if row is None:
+            return
+        if row:
+            yield number, row
+        number = reader.line_num + 1

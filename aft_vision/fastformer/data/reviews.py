@@ -32,8 +32,10 @@ def read_amazon(path: str | Path, **options: Any) -> Dataset:
         ValueError: the file is damaged or of another layout; names line and column.
     """
     first, records = _peek(path)
-    text, rating = ('text', 'rating') if 'rating' in first.values else ('reviewText', 'overall')
-    return collect(records, [text], rating, AMAZON_RATINGS, **options)
+    for text, rating in (('reviewText', 'overall'), ('text', 'rating')):
+        if rating in first.values:
+            return collect(records, [text], rating, AMAZON_RATINGS, **options)
+    raise missing_columns(first.place, ['reviewText or text', 'overall or rating'], list(first.values))
 
 
 def read_jmars(

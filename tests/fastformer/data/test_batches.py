@@ -29,6 +29,11 @@ def test_texts_become_tokens_and_labels_stay(dataset, tokenizer):
     assert tokens.features['label'] == dataset.features['label']
 
 
+def test_a_summary_without_a_limit_stays_a_text(tokenizer):
+    dataset = Dataset.from_dict(dict(text=['a b'], summary=['a'], label=[0]))
+    assert tokenize_dataset(dataset, tokenizer).column_names == ['summary', 'label', 'input_ids']
+
+
 def test_long_texts_are_cut_off(dataset, tokenizer):
     tokens = tokenize_dataset(DatasetDict(train=dataset), tokenizer, max_length=5)
     assert [len(ids) for ids in tokens['train']['input_ids']] == [min(length, 5) for length in LENGTHS]

@@ -145,7 +145,7 @@ def test_tokens_of_a_summary_end_with_the_end_token_even_where_it_is_cut():
     dataset = Dataset.from_dict({'text': ['a b c d', ''], 'summary': ['a b c', 'd'], 'id': [7, 8]})
     tokenizer = train_tokenizer(['a b c d'])
     a, b, c, d = tokenizer.convert_tokens_to_ids(list('abcd'))
-    assert tokenize_dataset(dataset, tokenizer)[:] == {
+    assert tokenize_dataset(dataset, tokenizer, max_summary_length=9)[:] == {
         'id': [7, 8],
         'input_ids': [[a, b, c, d], [tokenizer.unk_token_id]],
         'labels': [[a, b, c, 2], [d, 2]],
@@ -165,11 +165,11 @@ def test_a_tokenizer_that_adds_the_end_itself_adds_it_once_and_one_without_is_an
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single='<s> $A </s>', special_tokens=[('<s>', start), ('</s>', end)]
     )
-    assert tokenize_dataset(dataset, tokenizer)['labels'][:] == [[start, a, b, c, end]]
+    assert tokenize_dataset(dataset, tokenizer, max_summary_length=9)['labels'][:] == [[start, a, b, c, end]]
     assert tokenize_dataset(dataset, tokenizer, max_summary_length=4)['labels'][:] == [[start, a, b, end]]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match=r'expected a tokenizer with an end token \(eos_token\), got one without'):
-        tokenize_dataset(dataset, tokenizer)
+        tokenize_dataset(dataset, tokenizer, max_summary_length=9)
 
 
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with the three files of summaries')
