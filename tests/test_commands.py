@@ -117,6 +117,12 @@ def test_the_page_of_keys_has_a_table_of_every_trainer_and_task():
         assert all(f'| `{key.name}` | `{key.default}` |' in page for key in keys)
 
 
+@pytest.mark.parametrize('name', ['compare_runs', 'compare_seeds'])
+def test_a_command_that_is_gone_says_what_to_read(name):
+    with pytest.raises(SystemExit, match=rf"error: tools\.{name} is gone: read each run's result\.json"):
+        importlib.import_module(f'tools.{name}')
+
+
 def test_an_interrupt_ends_in_a_line(monkeypatch, capsys):
     from aft_vision.commandline import run_command
 

@@ -40,6 +40,7 @@ from train.command_line import CommandParser
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
 FORMATS = ('onnx', 'pt2', 'hf')
+TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
 INT8_MODES = ('dynamic', 'static')
 # Photographs of --data that are read, evenly spaced.
 MAX_PHOTOGRAPHS = 1000
@@ -53,7 +54,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument('--model', help='a timm model name')
     parser.add_argument('--model-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='of --model')
     parser.add_argument('--pretrained', action='store_true', help='load the published weights of --model')
-    parser.add_argument('--format', required=True, choices=FORMATS, metavar='FORMAT', help=', '.join(FORMATS))
+    parser.add_argument(
+        '--format', type=parse_format, required=True, choices=FORMATS, metavar='FORMAT', help=', '.join(FORMATS)
+    )
     parser.add_argument('--out', type=Path, required=True, help='the file, or the folder for hf')
     add_size(parser)
     parser.add_argument('--fixed-size', action='store_true', help='fix the image size')
@@ -91,6 +94,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.opset = 20 if args.opset is None else args.opset
     args.tolerance = 1e-5 if args.tolerance is None else args.tolerance
     return args
+
+
+def parse_format(text: str) -> str:
+    """Pass on a format, unless timmx writes it."""
+    if text in TIMMX_FORMATS:
+        call = f"timmx.export_model('{text}', 'local-dir:FOLDER', ...)"
+        raise argparse.ArgumentTypeError(f'{call} writes it from a folder of --format hf, see docs/guide/export.md')
+    return text
 
 
 if __name__ == '__main__':

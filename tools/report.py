@@ -34,6 +34,19 @@ from tools.arguments import add_device, add_size, check_out, parse_positive
 from train.command_line import CommandParser
 
 PICTURES = ('biases', 'keys', 'attention')
+# What takes an option that not all take: pictures of --only, and the page, which is None.
+TAKERS = {
+    'images': (None, 'keys', 'attention'),
+    'before': (None, 'biases'),
+    'vit': (None,),
+    'max_images': (None,),
+    'average_images': (None,),
+    'accuracy_images': (None,),
+    'query': (None, 'attention'),
+    'heads': PICTURES,
+    'layers': PICTURES,
+    'exponentiated': ('biases',),
+}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,18 +71,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--max-heads', type=parse_positive, default=16, help='heads per layer that are drawn (default: 16)'
     )
-    only = [
-        parser.add_argument('--heads', type=int, nargs='+', help='heads to draw (default: evenly spaced ones)'),
-        parser.add_argument('--layers', type=int, nargs='+', help='layers to draw (default: all)'),
-        parser.add_argument('--exponentiated', action='store_true', help='draw exp(w) instead of exp(w) - 1'),
-    ]
+    parser.add_argument('--heads', type=int, nargs='+', help='heads to draw (default: evenly spaced ones)')
+    parser.add_argument('--layers', type=int, nargs='+', help='layers to draw (default: all)')
+    parser.add_argument('--exponentiated', action='store_true', help='draw exp(w) instead of exp(w) - 1')
     add_device(parser)
     parser.add_argument('--out', type=Path, help='the file (default: report.html or KIND.png next to the checkpoint)')
     args = parser.parse_args(argv)
     if args.images is None and args.only != 'biases':
         parser.error('--images is missing: a folder, or a photograph for --only keys or attention')
-    if args.only is None and (wrong := [each for each in only if getattr(args, each.dest) != each.default]):
-        parser.error(f'{wrong[0].option_strings[0]} belongs to --only')
+    for option, takers in TAKERS.items():
+        if args.only not in takers and getattr(args, option) != parser.get_default(option):
+            names = ' or '.join(f'--only {name}' if name else 'the page' for name in takers)
+            got = f', got --only {args.only}' if args.only else ''
+            parser.error(f'--{option.replace("_", "-")} belongs to {names}{got}')
+    if args.only and args.images and args.images.is_dir():
+        parser.error(f'expected a photograph, got the folder {args.images}')
     return args
 
 

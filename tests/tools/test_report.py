@@ -27,6 +27,7 @@ CHROMIUM = next(
 )
 CONV = dict(depth=1, embed_dim=8, patch_size=8, num_heads=4, kernel_size=3, num_classes=3)
 VIT = dict(depth=1, embed_dim=8, patch_size=8, num_heads=2, num_classes=3, img_size=32)
+BIAS_OPTIONS = '--before best.pth --max-heads 3 --heads 1 3 --layers 2 --exponentiated'.split()
 VOID = {'meta', 'img', 'link', 'br'}
 SPEEDS = ('images_per_second', 'peak_memory_mb')
 
@@ -267,7 +268,9 @@ def picture(tmp_path: Path) -> list[str]:
 
 
 def test_each_picture_goes_next_to_the_checkpoint_or_where_it_is_wanted(picture, tmp_path, capsys):
-    drawn = [Image.open(main([*picture, '--only', name])).convert('RGB') for name in ('biases', 'keys', 'attention')]
+    biases = main([*picture[:2], *picture[4:], '--only', 'biases'])
+    drawn = [Image.open(main([*picture, '--only', name])).convert('RGB') for name in ('keys', 'attention')]
+    drawn.insert(0, Image.open(biases).convert('RGB'))
     assert all(len(image.getcolors(1 << 24)) > 100 for image in drawn)
     assert f'the picture is in {tmp_path / "biases.png"}' in capsys.readouterr().out
     path = tmp_path / 'new' / 'keys.png'
@@ -279,16 +282,21 @@ def test_each_picture_goes_next_to_the_checkpoint_or_where_it_is_wanted(picture,
     ('earlier', 'options', 'same'),
     [
         ('visualize_bias', [], ['--only', 'biases']),
-        ('visualize_keys', ['--image'], ['--only', 'keys']),
-        ('visualize_keys', ['--query', '2', '1', '--image'], ['--only', 'attention', '--query', '2', '1']),
+        ('visualize_bias', BIAS_OPTIONS, ['--only', 'biases', *BIAS_OPTIONS]),
+        ('visualize_keys', ['--image', 'image.png'], ['--only', 'keys', '--images', 'image.png']),
+        (
+            'visualize_keys',
+            ['--query', '2', '1', '--image', 'image.png'],
+            ['--only', 'attention', '--query', '2', '1', '--images', 'image.png'],
+        ),
     ],
 )
 def test_an_earlier_name_draws_the_same_picture(picture, tmp_path, monkeypatch, earlier, options, same):
-    checkpoint, images = picture[:2], picture[picture.index('--images') + 1]
-    monkeypatch.setattr('sys.argv', [earlier, *checkpoint, *options, *([images] if options else []), '--out', 'a.png'])
+    checkpoint = picture[:2]
+    monkeypatch.setattr('sys.argv', [earlier, *checkpoint, *options, '--out', 'a.png'])
     monkeypatch.chdir(tmp_path)
     runpy.run_module(f'tools.{earlier}', run_name='__main__')
-    main([*checkpoint, '--images', images, *same, '--out', 'b.png'])
+    main([*checkpoint, *same, '--out', 'b.png'])
     assert Path('a.png').read_bytes() == Path('b.png').read_bytes()
 
 
@@ -305,7 +313,7 @@ def test_a_query_other_than_the_centre_is_another_picture(picture, tmp_path):
     [
         (['--only', 'attention', '--query', '5', '1'], 'a query row from 1 to 4 and a column from 1 to 4, got 5 and 1'),
         (['--only', 'keys', '--heads', '5'], 'heads from 1 to 4, got 5'),
-        (['--only', 'biases', '--layers', '0'], r'layers with an AFT mixer \(1, 2\), got 0'),
+        (['--only', 'keys', '--layers', '0'], r'layers with an AFT mixer \(1, 2\), got 0'),
         (['--only', 'keys', '--size', '30'], r'multiples of the patch size \(8, 8\), got \(30, 30\)'),
     ],
 )
@@ -322,7 +330,20 @@ def test_what_a_picture_is_made_of_is_not_overwritten(picture, tmp_path, name):
 
 @pytest.mark.parametrize(
     ('options', 'message'),
-    [([], '--images is missing'), (['--images', 'a', '--layers', '1'], '--layers belongs to --only')],
+    [
+        ([], '--images is missing'),
+        (['--images', 'a', '--layers', '1'], '--layers belongs to --only biases or --only keys or --only attention;'),
+        (['--images', 'a', '--exponentiated'], '--exponentiated belongs to --only biases;'),
+        (
+            ['--only', 'biases', '--images', 'a'],
+            '--images belongs to the page or --only keys or --only attention, got --only biases;',
+        ),
+        (['--only', 'biases', '--vit', 'a'], '--vit belongs to the page, got --only biases;'),
+        (['--only', 'biases', '--query', '1', '1'], '--query belongs to the page or --only attention, got'),
+        (['--only', 'keys', '--images', 'a', '--before', 'a'], '--before belongs to the page or --only biases, got'),
+        (['--only', 'keys', '--images', 'a', '--max-images', '2'], '--max-images belongs to the page, got --only keys'),
+        (['--only', 'keys', '--images', '.'], 'expected a photograph, got the folder .;'),
+    ],
 )
 def test_options_that_do_not_go_together_are_rejected(options, message, capsys):
     with pytest.raises(SystemExit):
