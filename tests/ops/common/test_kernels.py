@@ -637,6 +637,19 @@ def test_tiles_give_what_vectors_give_in_other_bits(
     assert not torch.equal(found, expected)
 
 
+@pytest.mark.cpp
+@pytest.mark.usefixtures('compiled')
+@pytest.mark.parametrize('width', [7, 8])
+def test_aft_conv_on_fewer_than_eight_columns_takes_vectors_in_place_of_tiles(
+    width: int, monkeypatch: pytest.MonkeyPatch
+):
+    inputs, found = plain(make_inputs('aft_conv', (4, width), 70, 5, 7), torch.bfloat16), []
+    for kind in (cpp.SINGLE, cpp.TILES):
+        monkeypatch.setattr(cpp, 'narrow_operands', partial(int, kind))
+        found.append(op('cpp conv', 'aft_conv')(**inputs))
+    assert torch.equal(*found) is (width < 8)
+
+
 @pytest.mark.parametrize('dtype', DTYPES[:2], ids=str)
 @rows(
     'form, name, sizes',
