@@ -109,7 +109,7 @@ demo: $(STAMP)
 	@echo '  runs/demo/curves.png             loss and accuracy by epoch'
 	@echo '  runs/demo/eval_resolution.png    accuracy at sizes that it was not trained at'
 	@echo '  runs/demo/biases.png             what the position biases have become'
-	@echo '  runs/demo/report.html            curves, biases, and the keys and attention of four photographs'
+	@echo '  runs/demo/report.html            these, the keys and the attention of four photographs on a page'
 	$(if $(PHOTO),@echo '  runs/demo/pretrained.html        the keys and the attention of the packaged weights')
 	@echo 'Try next:'
 	@echo '  $(PY) -m train.imagenet --config configs/finetune.yaml run.dir=runs/tuned data.dir=YOUR_IMAGES'

@@ -36,18 +36,22 @@ def tokenize_dataset(
     Raises:
         ValueError: max_summary_length is below 2, or the tokenizer has no end token.
     """
-    most, end = max_summary_length, tokenizer.eos_token_id
+    most: int | None = max_summary_length
+    end: Any = tokenizer.eos_token_id
     if most is not None and end is None:
         raise ValueError('expected a tokenizer with an end token (eos_token), got one without')
     if most is not None and most < 2:
         raise ValueError(f'max_summary_length must be at least 2, got {most}')
 
+    def closed(target: list[int], most: int) -> list[int]:
+        # Some tokenizers add the end token themselves.
+        return target if target[-1:] == [end] else [*target[: most - 1], end]
+
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
         tokens = {'input_ids': token_ids(batch['text'], tokenizer, max_length)}
         if most is not None:
             targets: Any = tokenizer(batch['summary'], truncation=True, max_length=most)['input_ids']
-            # Some tokenizers add the end token themselves.
-            tokens['labels'] = [row if row[-1:] == [end] else [*row[: most - 1], end] for row in targets]
+            tokens['labels'] = [closed(target, most) for target in targets]
         return tokens
 
     texts = ['text'] if most is None else ['text', 'summary']
