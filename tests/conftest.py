@@ -1,4 +1,4 @@
-"""What all tests share: few garbage collections, and no measured choices.
+"""Settings of all tests: few garbage collections, and no measured choices.
 
 A collection of all that is imported takes half a second, and each training by transformers makes one.
 """

@@ -32,7 +32,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]
 
 
 def load(folder: Path, num_labels: int | None = None, **kwargs: Any) -> Any:
-    """What transformers does with trust_remote_code=True."""
+    """Load a folder as transformers does with trust_remote_code=True."""
     config = AFTVisionConfig.from_pretrained(folder, **({'num_labels': num_labels} if num_labels else {}))
     return AFTVisionForImageClassification.from_pretrained(folder, config=config, trust_remote_code=True, **kwargs)
 
