@@ -1,9 +1,7 @@
 """Fastformer text models for transformers; importing the package registers them with its Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
-# Imported to register encoders and a tokeniser.
-from . import baselines, tokenize
 from .config import PRESETS, FastformerConfig, Preset
 from .conversion import FastformerConversionConfig, FastformerForConversion
 from .convert import convert_notebook_state_dict
@@ -12,6 +10,7 @@ from .hierarchy import FastformerHierarchyConfig
 from .modeling import FastformerForSequenceClassification, FastformerModel, FastformerPreTrainedModel
 from .newsrec import FastformerForNewsRecommendation, FastformerNewsConfig
 from .seq2seq import FastformerForConditionalGeneration
+from .tokenize import NltkTokenizer, NltkTokenizerConfig, TextTokenizer, TextTokenizerConfig
 
 AutoConfig.register('fastformer', FastformerConfig)
 AutoConfig.register('fastformer_conversion', FastformerConversionConfig)
@@ -21,6 +20,8 @@ AutoModel.register(FastformerConversionConfig, FastformerForConversion)
 AutoModel.register(FastformerNewsConfig, FastformerForNewsRecommendation)
 AutoModelForSequenceClassification.register(FastformerConfig, FastformerForSequenceClassification)
 AutoModelForSeq2SeqLM.register(FastformerConfig, FastformerForConditionalGeneration)
+AutoTokenizer.register(TextTokenizerConfig, fast_tokenizer_class=TextTokenizer)
+AutoTokenizer.register(NltkTokenizerConfig, fast_tokenizer_class=NltkTokenizer)
 
 __all__ = [
     'ENCODERS',

@@ -14,8 +14,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceCl
 from transformers.utils.generic import can_return_tuple
 
 from .additive import AdditivePooling, FastformerAttention
+from .baselines import BaselineLayer
 from .config import FastformerConfig
-from .encoder import create_encoder, create_norm
+from .encoder import ENCODERS, create_encoder, create_norm
 from .initialization import draw_weights
 from .interaction import Concat
 from .standalone import SavesCode
@@ -83,7 +84,7 @@ def _check_positions(position_ids: Tensor, x: Tensor, limit: int) -> None:
 
 # What accelerate must not divide between devices: layers, and modules that add or multiply what their parts return.
 NO_SPLIT = [
-    *('FastformerEmbeddings', 'FastformerLayer', 'BaselineLayer', 'AdditivePooling'),
+    *('FastformerEmbeddings', 'FastformerLayer', BaselineLayer.__name__, 'AdditivePooling'),
     *('DecoderEmbeddings', 'FastformerDecoderLayer', 'UserEncoder', 'ConversionHead'),
 ]
 # Arguments of `from_pretrained` about where a file lies.
@@ -145,6 +146,10 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
             model._weight_conversions = None
         _require_matching_weights(model, info['missing_keys'], pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
+
+    def needed_classes(self) -> list[Any]:
+        """Return the classes that are needed to load this, except those of a language model."""
+        return [type(self), type(self.config), ENCODERS[self.config.encoder_mixer]]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

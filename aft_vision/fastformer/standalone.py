@@ -1,18 +1,15 @@
 """Code in the folders of saved text models, with which transformers loads them where this package is not installed."""
 
+import inspect
 import logging
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from aft_vision.inline import inline
-
-from .encoder import ENCODERS
+from transformers.dynamic_module_utils import get_relative_import_files
 
 _logger = logging.getLogger(__name__)
 
-MODELING, TOKENIZATION = 'modeling_fastformer', 'tokenization_fastformer'
 # The Auto class of each class. A classifier also loads as AutoModel, without its head, as does the encoder of a writer.
 AUTO_CLASSES = {
     'FastformerModel': 'AutoModel',
@@ -23,20 +20,17 @@ AUTO_CLASSES = {
     'TextTokenizer': 'AutoTokenizer',
     'NltkTokenizer': 'AutoTokenizer',
 }
-HEADER = '''"""{name} of aft_vision, without that package.
-
-Use it through transformers' Auto classes with trust_remote_code=True.
-"""
-
-'''
+# Files of other names in a folder: Python, started there, would take ours for its own `tokenize`.
+FILES = {'tokenize.py': 'tokenization_fastformer.py'}
 
 
 class SavesCode:
-    """Base of models and tokenisers whose `save_pretrained` writes a file with their code next to their weights.
+    """Base of models and tokenisers whose `save_pretrained` writes their code next to their weights.
 
     transformers' Auto classes load such a folder where this package is not installed, with `trust_remote_code=True`.
-    Classes, encoders and language models from elsewhere cannot be copied: a warning then says that the folder needs
-    them.
+    The code is the module of a class and those that it imports, which may import only transformers, torch, NLTK and
+    modules of this folder, the latter as `from .name import`. Classes, encoders and language models from elsewhere
+    cannot be copied: a warning then says that the folder needs them.
     """
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,9 +44,9 @@ class SavesCode:
                 shutil.copymode(config, weights)
         return saved
 
-
-# In the copied code: transformers itself copies the file that a class was loaded from.
-COPIED = 'class SavesCode:\n    """Base of classes that transformers saves with this file."""'
+    def needed_classes(self) -> list[Any]:
+        """Return the classes that are needed to load this, except those of a language model."""
+        return [type(self)]
 
 
 def write_code(saved: Any, folder: Path) -> None:
@@ -65,48 +59,36 @@ def write_code(saved: Any, folder: Path) -> None:
             # Of an earlier save, or of the folder that the model was loaded from.
             vars(saved.config).pop('auto_map', None)
         return
-    file = TOKENIZATION if is_tokenizer else MODELING
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f'{file}.py').write_text(HEADER.format(name=name) + _source(*_roots(saved)), encoding='utf-8')
+    source = inspect.getfile(type(saved))
+    for file in map(Path, [source, *get_relative_import_files(source)]):
+        shutil.copyfile(file, folder / FILES.get(file.name, file.name))
     if is_tokenizer:
         # A pair of the slow and the fast one.
-        saved._auto_map = {'AutoTokenizer': [None, f'{file}.{name}']}
+        saved._auto_map = {'AutoTokenizer': [None, _reference(type(saved))]}
         return
     saved.config.auto_map = {
-        'AutoConfig': f'{file}.{type(saved.config).__name__}',
-        **({'AutoModel': f'{file}.FastformerModel'} if name.endswith(('Classification', 'Generation')) else {}),
-        AUTO_CLASSES[name]: f'{file}.{name}',
+        'AutoConfig': _reference(type(saved.config)),
+        **({'AutoModel': 'modeling.FastformerModel'} if name.endswith(('Classification', 'Generation')) else {}),
+        AUTO_CLASSES[name]: _reference(type(saved)),
     }
+
+
+def _reference(x: type) -> str:
+    file = Path(inspect.getfile(x)).name
+    return f'{FILES.get(file, file).removesuffix(".py")}.{x.__name__}'
 
 
 def _find_foreign(saved: Any) -> str:
     # The name of something that the code needs and that is of neither this package nor transformers, or ''.
-    if type(saved).__name__ not in AUTO_CLASSES or not _is_ours(type(saved)):
+    if type(saved).__name__ not in AUTO_CLASSES:
         return _name(type(saved))
-    config = getattr(saved, 'config', None)
-    if config is None:
-        return ''
-    text_config = getattr(config, 'text_config', None)
+    text_config = getattr(getattr(saved, 'config', None), 'text_config', None)
     if text_config is not None and not type(text_config).__module__.startswith('transformers.'):
         return _name(type(text_config))
-    return next((_name(x) for x in (type(config), ENCODERS[config.encoder_mixer]) if not _is_ours(x)), '')
-
-
-def _roots(saved: Any) -> list[str]:
-    config = getattr(saved, 'config', None)
-    needed: list[Any] = [type(saved)]
-    if config is not None:
-        needed = [type(config), ENCODERS[config.encoder_mixer], type(saved)]
-    return [f'{x.__module__}:{x.__name__}' for x in needed]
-
-
-@cache
-def _source(*roots: str) -> str:
-    return inline(*roots, replace={'SavesCode': COPIED})
-
-
-def _is_ours(x: Any) -> bool:
-    return x.__module__.startswith(f'{__package__}.')
+    # transformers imports the code of a saved folder under a name of its own for each of its files.
+    ours = f'{__package__}.', 'transformers_modules.'
+    return next((_name(x) for x in saved.needed_classes() if not x.__module__.startswith(ours)), '')
 
 
 def _name(x: Any) -> str:

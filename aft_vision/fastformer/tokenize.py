@@ -1,6 +1,6 @@
 """Tokenisers for the text models: words as NLTK or wordpunct finds them, or byte pairs, with a vocabulary of the texts.
 
-Each is a `PreTrainedTokenizerFast`, which takes raw text, and which `AutoTokenizer` loads once this module is imported.
+Each is a `PreTrainedTokenizerFast`, which takes raw text, and which `AutoTokenizer` loads once the package is imported.
 """
 
 import warnings
@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from tokenizers import Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import LARGE_INTEGER
 
 from .standalone import SavesCode
@@ -83,10 +83,6 @@ class NltkTokenizerConfig(PreTrainedConfig):
     model_type = 'nltk_tokenizer'
 
 
-AutoTokenizer.register(TextTokenizerConfig, fast_tokenizer_class=TextTokenizer, exist_ok=True)
-AutoTokenizer.register(NltkTokenizerConfig, fast_tokenizer_class=NltkTokenizer, exist_ok=True)
-
-
 def train_tokenizer(
     texts: Iterable[str],
     method: str = 'wordpunct',
@@ -144,7 +140,10 @@ def nltk_words(text: str) -> list[str]:
     off; a warning says so once.
     """
     # Importing NLTK takes as long as a fifth of this package, and only its words need it.
-    from nltk.tokenize import NLTKWordTokenizer
+    try:
+        from nltk.tokenize import NLTKWordTokenizer
+    except ImportError as error:
+        raise ImportError(f'words by NLTK need it: pip install nltk ({error})') from error
 
     split_words = NLTKWordTokenizer().tokenize
     return [word for sentence in split_sentences(text) for word in split_words(sentence)]
@@ -157,9 +156,10 @@ def split_sentences(text: str) -> list[str]:
 
 @cache
 def _sentence_splitter() -> Callable[[str], list[str]]:
-    from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
-
+    # Inside `try`, where transformers does not demand that it is installed.
     try:
+        from nltk.tokenize.punkt import PunktSentenceTokenizer, PunktTokenizer
+
         return PunktTokenizer('english').tokenize
     except LookupError:
         warnings.warn(
