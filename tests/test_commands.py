@@ -16,7 +16,7 @@ from train.fastformer.tasks import TASKS
 from train.keys import format_page, list_keys
 from train.model_section import decoder_schema, model_schema
 from train.schema import Config
-from train.sequence_schema import CharConfig, RecallConfig
+from train.sequence_schema import CharConfig
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = sorted(
@@ -62,7 +62,7 @@ def test_help_needs_no_import_that_takes_seconds_and_shows_what_is_typed(answers
     assert f'usage: python -m {command} ' in answer.stdout
 
 
-@pytest.mark.parametrize('command', ['imagenet', 'convert', 'char', 'pixel', 'recall', 'fastformer.__main__'])
+@pytest.mark.parametrize('command', ['imagenet', 'convert', 'char', 'pixel', 'fastformer.__main__'])
 def test_a_trainer_without_arguments_names_an_experiment_to_try(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(f'train.{command}').main([])
@@ -87,7 +87,6 @@ def test_every_key_has_a_default_and_a_meaning(capsys):
         (Config, model_schema()),
         (ConvertConfig, model_schema()),
         (CharConfig, decoder_schema()),
-        (RecallConfig, decoder_schema()),
         *((task.schema, task.schema.model_schema()) for task in TASKS.values()),
     ],
 )

@@ -48,11 +48,7 @@ class CharSequences(SequenceData):
         self.note = self.text.note
         self.length, self.vocab_size = config.data.context, VOCABULARIES[config.data.vocabulary]
         self.facts = {'vocabulary': config.data.vocabulary}
-
-    @property
-    def bits_measure(self) -> str:
-        stride = self.config.data.eval_stride or self.length
-        return f'{self.bits_unit} (context {self.length}, stride {stride})'
+        self.measure += f' (context {self.length}, stride {config.data.eval_stride or self.length})'
 
     def train_loader(self) -> DataLoader:
         size, seed = self.config.data.batch_size, self.config.run.seed

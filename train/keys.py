@@ -82,11 +82,11 @@ def format_page() -> str:
     from train.convert_schema import ConvertConfig
     from train.fastformer.tasks import TASKS
     from train.schema import Config
-    from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
+    from train.sequence_schema import CharConfig, PixelConfig
 
     texts = {f'Texts: task={name}': (task.schema, task.schema.model_schema()) for name, task in TASKS.items()}
     decoder = decoder_schema()
-    sequences = {'Pixels': PixelConfig, 'Characters': CharConfig, 'Associative recall': RecallConfig}
+    sequences = {'Pixels': PixelConfig, 'Characters': CharConfig}
     images = {'Images': (Config, model_schema())} | {title: (schema, decoder) for title, schema in sequences.items()}
     parts = [PAGE_HEAD]
     for title, schemas in {**images, **texts}.items():

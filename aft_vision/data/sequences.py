@@ -1,15 +1,14 @@
-"""Loaders of sequences of sub-pixels, characters and associative recall; random in training, exact in evaluation."""
+"""Loaders of sequences of sub-pixels and characters; random in training, exact in evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from aft_vision.data.imagenet import survive_signals
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens
-from aft_vision.data.recall import FILLER, RecallTask
 from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Shard, derive_seed
 
 # The target of a token that does not count, as in torch's cross-entropy.
@@ -93,32 +92,6 @@ class EvalDataset(Dataset):
         return len(self.windows)
 
 
-class RecallDataset(Dataset):
-    """Examples of associative recall as tokens and targets (T,) int64; only answers have targets other than -100.
-
-    The first example of an epoch generates all of them: each loading process does so for itself.
-
-    Args:
-        split: `train`, indexed by Draw, of which every epoch has examples of its own; `valid` or `test`, indexed by
-            number.
-        size: Examples, for training those of an epoch.
-    """
-
-    def __init__(self, task: RecallTask, split: str, size: int, seed: int = 0) -> None:
-        self.task, self.split, self.size, self.seed = task, split, size, seed
-        self.epoch: int | None = None
-
-    def __getitem__(self, index: int | Draw) -> tuple[np.ndarray, np.ndarray]:
-        epoch, number = (index.epoch, index.image) if isinstance(index, Draw) else (0, index)
-        if epoch != self.epoch:
-            self.tokens, answers = self.task.examples(self.split, self.size, self.seed, epoch)
-            self.targets, self.epoch = np.where(answers == FILLER, IGNORED, answers), epoch
-        return self.tokens[number], self.targets[number]
-
-    def __len__(self) -> int:
-        return self.size
-
-
 def sliding_windows(length: int, context: int, stride: int | None = None) -> list[tuple[int, int]]:
     """Place windows over a text so that every character counts once, after at least `context - stride` others.
 
@@ -164,7 +137,7 @@ def pixel_train_loader(
     Raises:
         ValueError: there are fewer images than that, or they cannot be divided evenly.
     """
-    return _train_loader(PixelDataset(images, augment, seed), batch_size, seed, _collate, **options)
+    return _train_loader(PixelDataset(images, augment, seed), batch_size, seed, **options)
 
 
 def char_train_loader(
@@ -175,18 +148,7 @@ def char_train_loader(
     Raises:
         ValueError: the text has fewer windows than an update, or they cannot be divided evenly.
     """
-    return _train_loader(WindowDataset(text, context, seed), batch_size, seed, _collate, **options)
-
-
-def recall_train_loader(
-    task: RecallTask, size: int, batch_size: int, *, seed: int = 0, **options: Unpack[TrainLoaderOptions]
-) -> DataLoader:
-    """Build the loader of training examples of associative recall: tokens and targets (B, T); otherwise as for pixels.
-
-    Args:
-        size: Examples of an epoch.
-    """
-    return _train_loader(RecallDataset(task, 'train', size, seed), batch_size, seed, default_collate, **options)
+    return _train_loader(WindowDataset(text, context, seed), batch_size, seed, **options)
 
 
 def pixel_eval_loader(images: np.ndarray, batch_size: int, **options: Unpack[LoaderOptions]) -> DataLoader:
@@ -203,14 +165,7 @@ def char_eval_loader(
     Targets that another window counts are -100.
     """
     windows = sliding_windows(len(text), context, stride)
-    return _eval_loader(EvalDataset(text, windows, context), batch_size, _collate_counted, **options)
-
-
-def recall_eval_loader(
-    task: RecallTask, split: str, size: int, batch_size: int, **options: Unpack[LoaderOptions]
-) -> DataLoader:
-    """Build the loader of this process's examples of associative recall, of the first `size` of a split of seed 0."""
-    return _eval_loader(RecallDataset(task, split, size), batch_size, default_collate, **options)
+    return _eval_loader(EvalDataset(text, windows, context), batch_size, **options)
 
 
 def _generator(seed: int, draw: Draw) -> np.random.Generator:
@@ -221,7 +176,6 @@ def _train_loader(
     dataset: Any,
     batch_size: int,
     seed: int,
-    collate: Callable[[list[Any]], Any],
     shard: Shard | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -231,7 +185,7 @@ def _train_loader(
         dataset,
         batch_size=shard.micro_batch_size(batch_size),
         sampler=EpochSampler(len(dataset), batch_size, seed, shard=shard),
-        collate_fn=collate,
+        collate_fn=_collate,
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
@@ -242,14 +196,13 @@ def _train_loader(
 def _eval_loader(
     dataset: Any,
     batch_size: int,
-    collate: Callable[[list[Any]], Any],
     shard: Shard | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
     return DataLoader(
         (shard or Shard()).of_evaluation(dataset),
         batch_size=batch_size,
-        collate_fn=collate,
+        collate_fn=_collate_counted,
         num_workers=num_workers,
         worker_init_fn=survive_signals,
     )
