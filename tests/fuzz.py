@@ -26,7 +26,7 @@ from torch import Tensor
 from aft_vision import ops
 from aft_vision.ops import operator
 from aft_vision.ops.common import cpp
-from aft_vision.ops.declaration import OPERATIONS, Operation, Shape, bias_table
+from aft_vision.ops.declaration import OPERATIONS, Operation, Shape
 from aft_vision.ops.decode import step as decode_step
 
 INFINITY = float('inf')
@@ -242,7 +242,7 @@ class Inputs:
         names = self.operation.biases
         biases = [getattr(inputs, name).detach().double() for name in names]
         arrays = [None if x is None else _array(x) for x in inputs[:3]]
-        bias = bias_table(biases).numpy() if biases else None
+        bias = self.operation.bias_table(biases).numpy() if biases else None
         mask = None if inputs.mask is None else inputs.mask.numpy()
         found = oracle.evaluate(
             oracle.Inputs(*arrays, bias, mask, _array(self.grad)), make_table(self.operation, inputs)
@@ -259,7 +259,7 @@ def make_table(operation: Operation, inputs: Any) -> np.ndarray:
     by_head = biased.ndim > entry.ndim
     biased = biased.permute(1, 2, 0) if by_head else biased.unsqueeze(-1)
     rows, columns = (
-        bias_table([getattr(inputs, name) for name in operation.biases]).shape if operation.biases else (1, 0)
+        operation.bias_table([getattr(inputs, name) for name in operation.biases]).shape if operation.biases else (1, 0)
     )
     table = (entry.unsqueeze(-1) + columns * torch.arange(rows)).where(biased, oracle.PLAIN)
     return (table if seen is None else table.where(seen.unsqueeze(-1), oracle.HIDDEN)).numpy()

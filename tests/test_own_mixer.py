@@ -1,36 +1,92 @@
-"""A mixer outside the package: the one of docs/guide/own_mixer.md, whose first block is all that is written for it."""
+"""An operation and a mixer outside the package: the first two blocks of docs/guide/own_mixer.md, as two files."""
 
-import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from torch import nn
+from contract import CONTRACT, compute, inputs_of
+from fuzz import search
+from helpers import link_photographs
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
+from aft_vision import ops
 from aft_vision.export.program import choose_shape, export_pt2
 from aft_vision.layers.mixers import MIXERS
 from aft_vision.ops import reference
+from aft_vision.ops.declaration import OPERATIONS
 from aft_vision.visualize import bias_rows, bias_statistics
+from train.imagenet import main
 from train.model_section import check_model
 
-PAGE = Path(__file__).parents[1] / 'docs/guide/own_mixer.md'
+ROOT = Path(__file__).parents[1]
+OPERATION, MIXER, *EXAMPLES = re.findall(
+    r'^```python\n(.*?)^```', (ROOT / 'docs/guide/own_mixer.md').read_text(), re.DOTALL | re.MULTILINE
+)
 ARGUMENTS: dict[str, Any] = dict(mixer='distance', num_heads=4, embed_dim=16, depth=2, num_classes=3, img_size=32)
 
 
 @pytest.fixture(autouse=True, scope='module')
 def registered(tmp_path_factory):
-    """Import the first block of the page as a module of its own."""
-    path = tmp_path_factory.mktemp('own') / 'own_mixer.py'
-    path.write_text(re.findall(r'^```python\n(.*?)^```', PAGE.read_text(), re.DOTALL | re.MULTILINE)[0])
-    spec: Any = importlib.util.spec_from_file_location('own_mixer', path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del MIXERS['distance']
+    """Import the two files, and give the function of the operation; other tests see neither."""
+    folder = tmp_path_factory.mktemp('own')
+    (folder / 'distance.py').write_text(OPERATION)
+    (folder / 'distance_mixer.py').write_text(MIXER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        import distance_mixer
+
+        OPERATIONS['distance'].reference = term_by_term
+        yield distance_mixer.distance
+    del MIXERS['distance'], OPERATIONS['distance'], sys.modules['distance'], sys.modules['distance_mixer']
+
+
+def term_by_term(
+    q: Tensor | None, k: Tensor, v: Tensor, table: Tensor, grid: tuple[int, int], mask: Tensor | None = None
+) -> Tensor:
+    """AFT Eq. 2 for each head, with a bias that is looked up pair by pair."""
+    places = [divmod(i, grid[1]) for i in range(grid[0] * grid[1])]
+    distances = torch.tensor([[abs(y - a) + abs(x - b) for a, b in places] for y, x in places])
+    biases = F.pad(table, (0, int(distances.max()) + 1))[:, distances]  # (h, T, T)
+    heads = [
+        reference.aft_full(
+            q if q is None else q[..., part], k[..., [h]].expand(-1, -1, len(part)), v[..., part], biases[h], mask
+        )
+        for h, part in enumerate(torch.arange(v.shape[2]).chunk(len(table)))
+    ]
+    return torch.cat(heads, -1)
+
+
+@pytest.mark.parametrize('promise', CONTRACT)
+def test_an_operation_of_ones_own_keeps_the_promises_of_every_operation(promise: str):
+    CONTRACT[promise]('distance')
+
+
+def test_an_operation_of_ones_own_is_called_by_what_registered_it(registered: Any):
+    inputs = inputs_of('distance')
+    assert torch.equal(registered(*inputs.values(), None, 'auto'), compute('distance', **inputs))
+    with pytest.raises(ValueError, match='the 4 heads of table must divide the 6 channels of v'):
+        compute('distance', **inputs | {'table': torch.zeros(4, 3)})
+    with pytest.raises(ValueError, match="expected a new name, got 'distance', which is registered"):
+        ops.register(OPERATIONS['distance'])
+
+
+def test_an_operation_of_ones_own_is_counted_as_products_of_all_pairs():
+    with FlopCounterMode(display=False) as counter:
+        compute('distance', **inputs_of('distance'))
+    assert counter.get_total_flops() == 2 * 2 * 15 * 15 * (6 + 3)
+    assert 'aft_vision::distance' in ops.jit_handles()
+
+
+def test_an_operation_of_ones_own_is_fuzzed():
+    report = search('distance', 'eager', 30)
+    assert report.cases >= 15
+    assert not report.failures
 
 
 def make(**kwargs: Any) -> Any:
@@ -57,20 +113,15 @@ def test_a_mixer_of_ones_own_is_the_equation_with_the_biases_that_it_shows():
     torch.testing.assert_close(mixer(x, grid), mixer.proj(torch.cat(heads, -1)))
 
 
-def test_a_mixer_of_ones_own_trains_without_weight_decay_of_its_biases():
-    model = make(mixer_args={'first_slope': 0.2}).train()
-    model.init_weights()
-    assert model.blocks[1].attn.slope.tolist() == pytest.approx([0.2] * 4)
-    assert 'blocks.*.attn.slope' in model.no_weight_decay()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(10):
-        losses.append(F.cross_entropy(model(images()), torch.tensor([0, 2])))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < losses[0] / 2
-    assert all(parameter.grad is not None for parameter in model.parameters())
+def test_a_mixer_of_ones_own_trains_without_weight_decay_of_its_biases(tmp_path):
+    data = link_photographs(tmp_path / 'photographs', 8, 2)
+    config = ['--quiet', '--config', str(ROOT / 'configs/smoke/one_epoch.yaml'), f'data.dir={data}']
+    section = ['model={name: aft_simple_nano, mixer: distance, num_heads: 4, reach: 3, embed_dim: 16, depth: 1}']
+    main([*config, *section, 'data.batch_size=12', f'run.dir={tmp_path / "run"}'])
+    trained = torch.load(tmp_path / 'run/last.pth', weights_only=True)['state_dict']['blocks.0.attn.table']
+    assert trained.shape == (4, 3)
+    assert trained.abs().min() > 0
+    assert 'blocks.*.attn.table' in make().no_weight_decay()
 
 
 @torch.no_grad()
@@ -91,14 +142,23 @@ def test_a_mixer_of_ones_own_compiles_and_is_exported(tmp_path):
 
 
 def test_a_mixer_of_ones_own_stands_in_configs_pyramids_and_reports():
-    section = {'name': 'aft_simple_nano', 'mixer': 'distance', 'num_heads': 4, 'first_slope': 0.2}
+    section = {'name': 'aft_simple_nano', 'mixer': 'distance', 'num_heads': 4, 'reach': 3}
     assert check_model(section) == section
     pyramid = timm.create_model('aft_pyramid_nano', mixer='distance', depths=(1, 1, 1, 1), num_heads=8, num_classes=3)
-    assert 'stages.*.blocks.*.attn.slope' in pyramid.no_weight_decay()
+    assert 'stages.*.blocks.*.attn.table' in pyramid.no_weight_decay()
     assert pyramid.eval()(images()).shape == (2, 3)
     assert [row['layer'] for row in bias_statistics(make())] == [1, 2]
 
 
 def test_an_argument_that_it_does_not_have_is_an_error_with_those_that_it_has():
-    with pytest.raises(TypeError, match="'distance' has no kernel_size; it takes num_heads, local_conv, first_slope"):
+    with pytest.raises(TypeError, match="'distance' has no kernel_size; it takes num_heads, local_conv, reach"):
         make(kernel_size=3)
+
+
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(
+        compile('\n'.join([MIXER.replace('@register_mixer', ''), *EXAMPLES]), 'own_mixer.md', 'exec'),
+        {'__name__': 'own'},
+    )
+    assert (tmp_path / 'distance.pt2').exists()

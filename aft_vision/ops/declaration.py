@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 class BiasIndex(NamedTuple):
     """Which entries of the position biases some targets read, by source.
 
-    They are columns of `bias_table`.
+    They are columns of `Operation.bias_table`.
 
     Attributes:
         entry: (N, T) int64, the column of w[target, source]; (n, N, T) where w is a sum of n entries.
@@ -63,8 +63,8 @@ class Form:
     Attributes:
         backend: asks for it.
         forward: computes (inputs, save): y, and the tensor saved for the backward, or None.
-        backward: computes (grad, y, saved, inputs, need_bias): the gradients of q, k, v and the biases, each an empty
-            tensor where there is no such input or, without need_bias, no need for it.
+        backward: computes (grad, y, saved, inputs, need_bias): gradients of q, k, v and the biases, by their formulas
+            (autograd is off). That of an input that is None is an empty tensor, without need_bias those of the biases.
         supports: returns whether it supports these inputs on this machine.
         check: raises an error where it should run for such inputs, and something on this machine is broken.
         name: tells it from others of the operation with the same backend.
@@ -185,6 +185,10 @@ class Operation:
         """Return the names of its boolean inputs."""
         return [name for name, kind in get_type_hints(self.inputs).items() if kind is bool]
 
+    def bias_table(self, biases: Sequence[Tensor]) -> Tensor:
+        """Return the biases (h, ...) of heads next to each other, (h, M); without a grid the shared one, (1, M)."""
+        return torch.cat([x.reshape(len(x) if self.has_grid else 1, -1) for x in biases], 1)
+
     def key_channels(self, shape: Shape) -> int:
         """Return the channels of k in inputs of a shape."""
         return shape.heads if self.has_grid else shape.D
@@ -192,16 +196,6 @@ class Operation:
     def form(self, backend: str) -> Form | None:
         """Return the first form of a backend, or None."""
         return next((form for form in self.forms if form.backend == backend), None)
-
-
-def bias_table(biases: Sequence[Tensor]) -> Tensor:
-    """Return the biases of an operation next to each other, (1 or h, M): each head has its own row, or all have one.
-
-    One bias is (T, T) or (T, width), which all channels share, or (h, ...); of several each is (h, n).
-    """
-    if len(biases) > 1:
-        return torch.cat(list(biases), 1)
-    return biases[0].reshape(1 if biases[0].ndim == 2 else len(biases[0]), -1)
 
 
 # Those that are registered, by name.

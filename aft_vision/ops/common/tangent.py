@@ -14,7 +14,7 @@ from torch import Tensor
 from aft_vision.ops.common.inputs import Inputs
 from aft_vision.ops.common.numerics import accumulate_dtype, by_head, gate, masked_keys, masked_values
 from aft_vision.ops.common.repair import softmax_of_sums
-from aft_vision.ops.declaration import BiasIndex, Operation, bias_table
+from aft_vision.ops.declaration import BiasIndex, Operation
 
 # Elements of p, (B, h, N, T), of one block of targets.
 BLOCK_ELEMENTS = 1 << 21
@@ -50,7 +50,8 @@ def forward_tangent(
     else:
         biases = [getattr(wide, name) for name in operation.biases]
         along = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(biases, dbias, strict=True)]
-        mean, slope = _differentiate_jointly(operation, wide, heads, dk, dv, bias_table(biases), bias_table(along))
+        table, dtable = operation.bias_table(biases), operation.bias_table(along)
+        mean, slope = _differentiate_jointly(operation, wide, heads, dk, dv, table, dtable)
     s = gate(inputs.q, dtype)
     if s is not None:
         slope = s * slope if dq is None else s * (slope + mean * (1 - s) * dq)
