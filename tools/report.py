@@ -109,7 +109,7 @@ from aft_vision.visualize import (
     Section,
     capture_mixers,
     describe_targets,
-    draw_implicit_attention,
+    draw_attention,
     draw_key_maps,
     draw_position_biases,
     figure_png,
@@ -195,7 +195,7 @@ def draw(args: argparse.Namespace) -> Any:
         return draw_key_maps(photograph, found, **options)
     height, width = found[0].grid
     row, column = args.query or (height // 2 + 1, width // 2 + 1)
-    return draw_implicit_attention(photograph, found, (row - 1, column - 1), **options)
+    return draw_attention(photograph, model, (row - 1, column - 1), **options)
 
 
 def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:

@@ -4,7 +4,6 @@ from aft_vision.visualize.accuracy import LabelledPrediction, predict_labelled
 from aft_vision.visualize.attention import (
     attention_heads,
     draw_attention,
-    draw_implicit_attention,
     draw_relative_attention,
     implicit_attention,
     relative_attention,

@@ -18,7 +18,6 @@ from aft_vision.visualize.figure import (
     Cell,
     Top,
     check_indices,
-    check_layers,
     choose,
     colorize,
     draw_grid,
@@ -189,9 +188,9 @@ def _relative_cells(maps: Tensor, layer: int) -> Iterator[Cell]:
         yield Cell(each, low, max(high, low + 1e-9), caption=f'{number(100 * low)}\u2013{number(100 * high)}%')
 
 
-def draw_implicit_attention(
+def draw_attention(
     photograph: Photograph,
-    layers: Sequence[MixerInputs],
+    model: nn.Module,
     query: tuple[int, int],
     *,
     heads: Sequence[int] | None = None,
@@ -199,68 +198,58 @@ def draw_implicit_attention(
     chosen_layers: Sequence[int] | None = None,
     text: str = '',
 ) -> Any:
-    """Draw a token's implicit attention over a photograph (AFT Eq. 3): a row per layer, a column per head.
+    """Draw a token's attention over a photograph, of a ViT or of AFT (AFT Eq. 3): a row per layer, a column per head.
 
     Args:
         photograph: The input image.
-        layers: From `capture_mixers` with a batch of 1.
+        model: As in `relative_attention`.
         query: (row, column) of the token, from 0.
-        heads: Heads, or channels if there are none; None means evenly spaced ones.
+        heads: Heads, or channels of an AFT mixer without heads, that all drawn layers have; None means evenly spaced
+            ones.
         max_heads: Number of evenly spaced heads.
-        chosen_layers: Indices of blocks, those with softmax attention counted; None means all.
+        chosen_layers: Indices of blocks; None means all.
         text: Lines next to the photograph, separated by line feeds.
 
     Returns:
         A matplotlib Figure.
 
     Raises:
-        ValueError: the query is outside the grid, or a head or layer does not exist.
+        ValueError: the query is outside the grid, a head or layer does not exist, or the model has no mixer of a known
+            kind.
         ImportError: matplotlib is not installed.
     """
-    grid, prefix = layers[0].grid, layers[0].num_prefix_tokens
-    token = prefix + _check_query(query, grid)
-    heads = check_indices('head', heads, layers[0].k.shape[2], max_heads)
-    inputs = {each.layer: each for each in layers}
-    chosen = check_layers(chosen_layers, inputs)
-    weights = {layer: implicit_attention(inputs[layer], [token], heads)[0, :, 0, prefix:] for layer in chosen}
-    note = 'The softmax of key + position bias. '
-    return _draw_over(photograph, weights, prefix, heads, query, grid, ('Implicit attention', note, text))
-
-
-def draw_attention(
-    photograph: Photograph,
-    model: nn.Module,
-    query: tuple[int, int],
-    *,
-    max_heads: int = 16,
-    chosen_layers: Sequence[int] | None = None,
-) -> Any:
-    """Draw a token's attention over a photograph, of a ViT or of AFT: a row per layer, a column per head.
-
-    Args:
-        photograph, query, max_heads, chosen_layers: As in `draw_implicit_attention`.
-        model: As in `relative_attention`.
-
-    Returns:
-        A matplotlib Figure.
-
-    Raises:
-        ValueError: the query is outside the grid, a layer does not exist, or the model has no mixer of a known kind.
-        ImportError: matplotlib is not installed.
-    """
-    heads = choose(attention_heads(model), max_heads)
+    mixers: list[Any] = find_mixers(model, (Attention, AFTMixer))
+    chosen = check_indices('layer', chosen_layers, len(mixers), len(mixers))
+    heads = check_indices('head', heads, min(_heads(mixers[layer]) for layer in chosen), max_heads)
     grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
-    token = _check_query(query, grid)
-    weights: list[Tensor] = []
+    token, place = _check_query(query, grid), frame_of(query, grid)
+    layers = {mixers[layer]: layer for layer in chosen}
+    # (n, H * W) of each layer.
+    weights: dict[int, Tensor] = {}
 
     def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
-        weights.append(_attention(mixer, x, grid, prefix, heads)[:, token])
+        if mixer in layers:
+            weights[layers[mixer]] = _attention(mixer, x, grid, prefix, heads)[:, token]
 
     run_with_hooks(model, photograph.images.to(next(model.parameters()).device), (Attention, AFTMixer), keep)
-    note = 'The softmax over the sources: of key + position bias in AFT, of query times key in a ViT.\n'
-    chosen = {layer: weights[layer] for layer in check_indices('layer', chosen_layers, len(weights), len(weights))}
     prefix = getattr(model, 'num_prefix_tokens', 0)
-    return _draw_over(photograph, chosen, prefix, heads, query, grid, ('Attention', note, ''))
+
+    def cells(layer: int) -> Iterator[Cell]:
+        for weight in weights[layer]:
+            caption = f'{number(weight.max().item() * (len(weight) + prefix))}\u00d7'
+            yield Cell(overlay(photograph, weight.unflatten(0, grid)), caption=caption, mark=place)
+
+    return draw_grid(
+        [Block('', layer_rows(chosen, heads, cells))],
+        'Attention of the framed token',
+        'The softmax over the sources: of key + position bias in AFT, of query times key in a ViT.\n'
+        'Each picture has its own scale, from 0 to its largest weight.\n'
+        'Below each picture: that weight as a multiple of the weight when all tokens count the same.',
+        ('0', 'the largest weight'),
+        HEAT,
+        aspect=grid[0] / grid[1],
+        photograph=Top(photograph.pixels, text, place),
+    )
 
 
 def _check_query(query: tuple[int, int], grid: tuple[int, int]) -> int:
@@ -271,36 +260,6 @@ def _check_query(query: tuple[int, int], grid: tuple[int, int]) -> int:
             f'got {query[0] + 1} and {query[1] + 1}'
         )
     return query[0] * grid[1] + query[1]
-
-
-def _draw_over(
-    photograph: Photograph,
-    weights: Mapping[int, Tensor],
-    prefix: int,
-    heads: Sequence[int],
-    query: tuple[int, int],
-    grid: tuple[int, int],
-    words: tuple[str, str, str],
-) -> Any:
-    # The weights (n, H * W) of each layer; the title, the note, and the text next to the photograph.
-    place = frame_of(query, grid)
-    title, note, text = words
-
-    def cells(layer: int) -> Iterator[Cell]:
-        for weight in weights[layer]:
-            caption = f'{number(weight.max().item() * (len(weight) + prefix))}\u00d7'
-            yield Cell(overlay(photograph, weight.unflatten(0, grid)), caption=caption, mark=place)
-
-    return draw_grid(
-        [Block('', layer_rows(list(weights), heads, cells))],
-        f'{title} of the framed token',
-        f'{note}Each picture has its own scale, from 0 to its largest weight.\n'
-        'Below each picture: that weight as a multiple of the weight when all tokens count the same.',
-        ('0', 'the largest weight'),
-        HEAT,
-        aspect=grid[0] / grid[1],
-        photograph=Top(photograph.pixels, text, place),
-    )
 
 
 def overlay(photograph: Photograph, weights: Tensor) -> Tensor:

@@ -48,7 +48,10 @@ def draw_key_maps(
     """Draw a photograph and the keys below it: a row per layer and a column per head (AFT Fig. 9 to 12).
 
     Args:
-        photograph, layers, heads, max_heads, chosen_layers, text: As in `draw_implicit_attention`.
+        photograph, max_heads, text: As in `draw_attention`.
+        layers: From `capture_mixers` with a batch of 1.
+        heads: Heads, or channels if there are none; None means evenly spaced ones.
+        chosen_layers: Indices of blocks, those with softmax attention counted; None means all.
 
     Returns:
         A matplotlib Figure.

@@ -23,7 +23,7 @@ from aft_vision.visualize.accuracy import (
 )
 from aft_vision.visualize.attention import (
     attention_heads,
-    draw_implicit_attention,
+    draw_attention,
     draw_relative_attention,
     relative_attention,
 )
@@ -221,7 +221,7 @@ def _photograph_section(report: Report, path: Path) -> str:
     height, width = layers[0].grid
     query = report.query or (height // 2, width // 2)
     keys = draw_key_maps(photograph, layers, max_heads=report.max_heads)
-    weights = draw_implicit_attention(photograph, layers, query, max_heads=report.max_heads)
+    weights = draw_attention(photograph, report.model, query, max_heads=report.max_heads)
     place = f'row {query[0] + 1}, column {query[1] + 1}'
     truth = _truth(report.model, path)
     return (

@@ -16,7 +16,6 @@ from aft_vision.visualize import (
     bias_statistics,
     capture_mixers,
     draw_attention,
-    draw_implicit_attention,
     draw_key_maps,
     draw_position_biases,
     draw_relative_attention,
@@ -212,11 +211,10 @@ def test_the_attention_of_a_token_is_drawn_over_the_photograph(tmp_path, kind):
     photographs(1, (40, 30))[0].save(tmp_path / 'image.png')
     model = make_model(kind).float()
     photograph = load_photograph(tmp_path / 'image.png', model, (24, 32))
-    _, layers = capture_mixers(model, photograph.images)
-    save_figure(draw_implicit_attention(photograph, layers, (1, 2), max_heads=3, text='99% hat'), tmp_path / 'a.png')
+    save_figure(draw_attention(photograph, model, (1, 2), max_heads=3, text='99% hat'), tmp_path / 'a.png')
     assert len(Image.open(tmp_path / 'a.png').convert('RGB').getcolors(1 << 24)) > 500
     with pytest.raises(ValueError, match='row from 1 to 3 and a column from 1 to 4, got 4 and 1'):
-        draw_implicit_attention(photograph, layers, (3, 0))
+        draw_attention(photograph, model, (3, 0))
 
 
 def captions(figure: Any) -> list[str]:
@@ -235,9 +233,10 @@ def test_the_layers_of_a_hybrid_are_numbered_by_its_blocks(image):
     model = make_model('conv', attention_blocks=[0]).float()
     photograph = load_photograph(image, model, (24, 32))
     _, layers = capture_mixers(model, photograph.images)
-    draw_keys, draw_weights = partial(draw_key_maps, photograph, layers), partial(draw_implicit_attention, photograph)
-    figures = [draw_attention(photograph, model, (1, 2)), draw_position_biases(model), draw_keys(chosen_layers=[1])]
-    figures.append(draw_weights(layers, (1, 2)))
+    draw_keys, draw_weights = partial(draw_key_maps, photograph, layers), partial(draw_attention, photograph, model)
+    figures = [draw_weights((1, 2)), draw_position_biases(model), draw_keys(chosen_layers=[1])]
+    # A head that only the layer of AFT has.
+    figures.append(draw_weights((1, 2), heads=[3], chosen_layers=[1]))
     texts = [[text.get_text() for text in figure.axes[0].texts] for figure in figures]
     numbers = [[text for text in each if text.startswith('layer ')] for each in texts]
     assert numbers == [['layer 1', 'layer 2'], ['layer 2'], ['layer 2'], ['layer 2']]
@@ -253,10 +252,11 @@ def test_the_attention_of_any_model_is_implicit_in_aft(image, kind):
     model = make_model(kind).float()
     photograph = load_photograph(image, model, (24, 32))
     _, layers = capture_mixers(model, photograph.images)
-    expected = draw_implicit_attention(photograph, layers, (1, 2), max_heads=3, chosen_layers=[1])
-    found = draw_attention(photograph, model, (1, 2), max_heads=3, chosen_layers=[1])
-    assert captions(found) == captions(expected)
-    assert len(captions(found)) == 3
+    found = captions(draw_attention(photograph, model, (1, 2), heads=[0, 2, 3], chosen_layers=[1]))
+    prefix = layers[1].num_prefix_tokens
+    weights = implicit_attention(layers[1], [prefix + 1 * 4 + 2], [0, 2, 3])[0, :, 0]
+    peaks = weights[:, prefix:].amax(1) * weights.shape[1]
+    assert [float(text[:-1]) for text in found] == pytest.approx(peaks.tolist(), rel=0.06)
 
 
 def test_the_attention_of_a_vit_is_that_of_the_token(image):
