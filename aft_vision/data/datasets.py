@@ -34,12 +34,12 @@ from aft_vision.data.images import (
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
 from aft_vision.data.shards import StrictTarInfo, open_shards
-from aft_vision.data.streams import Stream, open_hugging_face
+from aft_vision.data.streams import Stream
 
 EVAL_SPLITS = ('val', 'validation', 'valid', 'test')
-NAMED = ('torch/', 'hfds/', 'hfids/', 'wds/')
+NAMED = ('torch/', 'hfds/', 'wds/')
 PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
-CAN_SKIP = ('hfds/', 'hfids/', 'wds/')
+CAN_SKIP = ('hfds/', 'wds/')
 # The first bytes of gzip, bzip2, xz and zstd.
 COMPRESSED = re.compile(rb'\x1f\x8b|BZh[1-9]1AY|\xfd7zXZ|\x28\xb5\x2f\xfd')
 # Names that a message lists.
@@ -62,9 +62,8 @@ class Source:
         dir: Without a `name`, a folder or tar file with a folder per split and a folder per class in it, or a folder
             with a tar file per split (`train.tar`) or an FFCV file per split (`train.beton`, see tools.write_ffcv).
             With a name, its root or cache folder; '' for the library's own.
-        name: A data set of timm's readers: `torch/cifar10`, `hfds/NAME`, `hfids/NAME`, `wds/`; '' for `dir`.
-        train_split: Name of the training split. After a name of `wds/` and `hfids/`, `|NUMBER` is the number of its
-            images.
+        name: A data set of timm's readers: `torch/cifar10`, `hfds/NAME`, `wds/`; '' for `dir`.
+        train_split: Name of the training split. After a name of `wds/`, `|NUMBER` is the number of its images.
         eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `valid`, `test` that
             exists, or `validation` of a named data set.
         val_share: Fraction of the training images, in (0, 1), to hold out for evaluation instead of the validation
@@ -75,12 +74,12 @@ class Source:
             images.
         download: Download a named data set if it is missing.
         num_classes: Number of classes, for data sets without this information; None otherwise.
-        input_key, target_key: Names of the image and of the class in data sets with such names: columns of `hfds/` and
-            `hfids/`, `image` and `label` by default; for `wds/` the ending of the images, by default any of images, and
-            a field of `.json`, by default the whole of `.cls`.
+        input_key, target_key: Names of the image and of the class in data sets with such names: columns of `hfds/`,
+            `image` and `label` by default; for `wds/` the ending of the images, by default any of images, and a field
+            of `.json`, by default the whole of `.cls`.
         on_corrupt_image: `raise` ends the run at an image that cannot be decoded, and at a shard of `wds/` that cannot
             be read; `skip` warns of each once. Training then takes the next one, and evaluation leaves it out. Of named
-            data sets only `hfds/`, `hfids/` and `wds/` can skip.
+            data sets only `hfds/` and `wds/` can skip.
     """
 
     dir: str = ''
@@ -453,7 +452,8 @@ def _check_names(names: Iterable[str], place: Path) -> None:
 def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: bool) -> Split:
     """Open a data set of timm's readers; map-style image data sets also name damaged images."""
     if not source.name.lower().startswith(NAMED):
-        raise ValueError(f'the name of a data set must begin with one of {", ".join(NAMED)}, got {source.name!r}')
+        more = '; hfds/ downloads the same data set' if source.name.lower().startswith('hfids/') else ''
+        raise ValueError(f'the name of a data set must begin with one of {", ".join(NAMED)}, got {source.name!r}{more}')
     name = wanted[0] if len(wanted) == 1 else 'validation'
     # timm treats any other name as the test split.
     if source.name.lower().startswith('torch/') and name not in TORCH_SPLITS:
@@ -499,14 +499,11 @@ def _open_stream(stream: Stream, source: Source, split: str) -> Split:
 
 
 def _create(source: Source, split: str, seed: int, is_training: bool) -> Any:
-    kind, _, name = source.name.partition('/')
     options: dict[str, Any] = dict(split=split, is_training=is_training, seed=seed)
     keys: dict[str, Any] = dict(input_key=source.input_key, target_key=source.target_key)
-    if kind.lower() == 'wds':
+    if source.name.lower().startswith('wds/'):
         return open_shards(source.dir, **keys, **options)
     try:
-        if kind.lower() == 'hfids':
-            return open_hugging_face(name, source.dir or None, download=source.download, **keys, **options)
         return create_dataset(
             source.name,
             root=source.dir or None,

@@ -57,8 +57,6 @@ class WebDataset(Stream):
         is_training, seed: As in Stream.
     """
 
-    division = f'shard_lengths in {INFO_FILES[0]}, the number of images of each file, let several processes divide them'
-
     def __init__(
         self,
         place: str,

@@ -1,6 +1,5 @@
 """Data sets that can only be read in their own order, and their loader; shards has those of WebDataset."""
 
-import inspect
 import io
 import logging
 import multiprocessing
@@ -19,8 +18,6 @@ from aft_vision.data.checked import REMEDY, ImageData, new_flags
 from aft_vision.data.images import CorruptImageError, open_image
 from aft_vision.data.sampling import SAMPLE, Shard, derive_seed, restored_generators, seed_generators
 
-# A data set that is downloaded before it is read is divided into so many parts.
-DOWNLOADED_SHARDS = 64
 # Flags of what has been named.
 NUM_FLAGS = 2**20
 
@@ -51,16 +48,12 @@ class Stream(ImageData, IterableDataset, ABC):
 
     Attributes:
         target_transform: Of a class; None changes nothing.
-        classes: Names of the classes; empty if the data set only numbers them.
-        file_names: Paths or addresses of its files; empty if its reader does not say them.
+        file_names: Paths or addresses of its files.
     """
 
     target_transform: Any = None
     _named: torch.Tensor | None = None
-    classes: Sequence[str] = ()
     file_names: Sequence[str] = ()
-    # How several processes can read the data set.
-    division = 'a data set with random access, such as a folder, can be divided'
 
     def __init__(self, place: str, images: int, num_files: int, is_training: bool, seed: int) -> None:
         self.place, self.images, self.num_files = place, images, num_files
@@ -104,7 +97,8 @@ class Stream(ImageData, IterableDataset, ABC):
         if shard.world_size > 1 and not self.is_divisible:
             raise ValueError(
                 f'expected one process for {self.place}, which does not say how many images each of its files has, got '
-                f'{shard.world_size}; {self.division}'
+                f'{shard.world_size}; shard_lengths in _info.json, the number of images of each file, let several '
+                'processes divide them'
             )
         self.shard = shard
         self.used = self.images // batch_size * batch_size if self.is_training else self.images
@@ -213,108 +207,6 @@ def _as_class(label: Any, name: str) -> int:
     if number is None or (number != label and not isinstance(label, (str, bytes))):
         raise ValueError(f'expected a whole number as the class of {name}, got {label!r}')
     return number
-
-
-class HuggingFaceStream(Stream):
-    """A streamed data set of Hugging Face, whose library divides its files among the loading processes.
-
-    Args:
-        rows: The data set of the library, with undecoded images.
-        input_key, target_key: Columns of the image and of the class.
-        place, images, is_training, seed: As in Stream.
-    """
-
-    division = 'hfds/ instead of hfids/ in data.name has random access and can be divided'
-
-    def __init__(
-        self, place: str, rows: Any, images: int, input_key: str, target_key: str, is_training: bool, seed: int
-    ) -> None:
-        super().__init__(place, images, rows.num_shards, is_training, seed)
-        self.rows, self.input_key, self.target_key = rows, input_key, target_key
-        features = rows.features or {}
-        self.classes = getattr(features.get(target_key), 'names', ())
-
-    def _read(self) -> Iterator[tuple[Any, Any]]:
-        self.rows.set_epoch(self.epoch)
-        return self._decode(self._samples())
-
-    def _samples(self) -> Iterator[Sample]:
-        rows, count = iter(self.rows), 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            # Those of its readers, of any library. The rest of its files could not be read either.
-            except Exception as error:
-                raise ValueError(
-                    f'expected files of {self.place} that can be read, got after row {count}: {error}'
-                ) from error
-            count += 1
-            try:
-                image, label = row[self.input_key], row[self.target_key]
-            except KeyError as error:
-                raise ValueError(
-                    f'expected the columns {self.input_key} and {self.target_key} in {self.place}, got '
-                    f'{", ".join(row)}; data.input_key and data.target_key name them'
-                ) from error
-            name = f'{image["path"] or f"the image of row {count}"} in {self.place}'
-            try:
-                content = _read_bytes(image)
-            except OSError as error:
-                self.report(CorruptImageError(f'expected an image that can be read, got {name}: {error}'))
-            else:
-                yield Sample(name, io.BytesIO(content), label)
-
-
-def _read_bytes(image: dict[str, Any]) -> bytes:
-    if image['bytes'] is not None:
-        return image['bytes']
-    import fsspec
-
-    with fsspec.open(image['path']) as file:
-        return file.read()
-
-
-def open_hugging_face(
-    name: str,
-    cache: str | None,
-    split: str,
-    input_key: str | None,
-    target_key: str | None,
-    is_training: bool,
-    seed: int,
-    download: bool,
-) -> HuggingFaceStream:
-    """Open a split of a streamed data set of Hugging Face.
-
-    Args:
-        cache: Its cache folder; None for the library's.
-        split: Its name; with `|NUMBER` after it, the number of images.
-        input_key, target_key: Columns of the image, `image` by default, and of the class, `label`.
-        download: Download the data set before it is read.
-        name, is_training, seed: As in Stream.
-    """
-    import datasets
-    from timm.data.readers.reader_hfids import SHUFFLE_SIZE
-
-    input_key, target_key = input_key or 'image', target_key or 'label'
-    key, stated = split_name_and_count(split)
-    builder = datasets.load_dataset_builder(name, cache_dir=cache)
-    if download:
-        builder.download_and_prepare()
-        downloaded = builder.as_dataset(split=key)
-        rows = downloaded.to_iterable_dataset(min(len(downloaded), DOWNLOADED_SHARDS))
-    else:
-        rows = builder.as_streaming_dataset(split=key)
-    rows = rows.cast_column(input_key, datasets.Image(decode=False))
-    if is_training:
-        # Version 5 reports fewer shards than it has if it shuffles several together.
-        of_version_5 = 'max_buffer_input_shards' in inspect.signature(rows.shuffle).parameters
-        rows = rows.shuffle(seed, buffer_size=SHUFFLE_SIZE, **({'max_buffer_input_shards': 1} if of_version_5 else {}))
-    known = (builder.info.splits or {}).get(key)
-    images = stated or getattr(known, 'num_examples', 0) or 0
-    return HuggingFaceStream(f'the split {key} of {name}', rows, images, input_key, target_key, is_training, seed)
 
 
 @dataclass

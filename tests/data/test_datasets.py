@@ -492,7 +492,8 @@ def test_a_damaged_header_in_the_middle_of_a_tar_is_an_error_and_not_its_end(tmp
     [
         ('torch/cifar10', r"the split 'train' of the data set torch/cifar10 in .*, got: .* or download it"),
         ('torch/cifar11', r'torch/cifar11 in .*Unknown torchvision dataset cifar11'),
-        ('nonsense/x', r'name of a data set must begin with one of torch/, hfds/, hfids/, wds/'),
+        ('nonsense/x', r'name of a data set must begin with one of torch/, hfds/, wds/'),
+        ('hfids/x', r'got .hfids/x.; hfds/ downloads the same data set'),
         ('', 'expected the folder, the tar file or the name of a data set, got none'),
     ],
 )
@@ -507,7 +508,7 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
         ({'name': 'torch/mnist'}, 'expected the folder of torch/mnist, got none'),
         (
             {'name': 'torch/x', 'dir': 'y', 'on_corrupt_image': 'skip'},
-            'only .*, hfds/, hfids/, wds/ can skip corrupt .*, got torch/x',
+            'only .*, hfds/, wds/ can skip corrupt .*, got torch/x',
         ),
         ({'dir': 'x', 'input_key': 'jpg'}, r"data\.input_key belongs to a data set of data\.name, got 'jpg'"),
         ({'dir': 'x', 'on_corrupt_image': 'ignore'}, "must be 'raise' or 'skip', got 'ignore'"),
