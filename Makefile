@@ -84,7 +84,7 @@ fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(FUZZ_ARGS)
 
 # Every check and measurement that needs a GPU, in pieces that continue after an interruption; report in build/gpu
-gpu: ffcv
+gpu: $(STAMP)
 	$(PY) -m tools.gpu_report $(GPU_ARGS)
 
 # timm's own tests/test_models.py on our models

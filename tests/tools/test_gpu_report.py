@@ -21,7 +21,7 @@ from aft_vision.commandline import run_command
 from aft_vision.models import create_decoder
 from tools.benchmark import compare, table
 from tools.gpu_report import __main__ as gpu_report
-from tools.gpu_report import pieces, training
+from tools.gpu_report import pieces
 from tools.processes import Commands
 from train.config import load_config
 
@@ -67,7 +67,6 @@ def within(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(Commands, 'run_within', run)
-    monkeypatch.setattr(training, 'start', lambda words: command(words[0]).main(words[1:]))
 
 
 @pytest.fixture
@@ -76,8 +75,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compare, 'peak_memory', lambda call, device: 2**20)
     monkeypatch.setattr(table, 'create_decoder', lambda **kwargs: create_decoder(**{**kwargs, 'context': 24}))
     photographs = link_photographs(tmp_path / 'photographs', 2, 1)
-    recipe = training.TINY_RECIPE.replace('data.batch_size=400', f'data.batch_size=20 data.dir={photographs}')
-    monkeypatch.setattr(training, 'TINY_RECIPE', recipe)
+    recipe = pieces.TINY_RECIPE.replace('data.batch_size=400', f'data.batch_size=20 data.dir={photographs}')
+    monkeypatch.setattr(pieces, 'TINY_RECIPE', recipe)
 
 
 # The other pieces of a are of other operators.
@@ -189,10 +188,10 @@ def test_what_no_time_is_left_for_is_open_and_what_was_done_before_is_kept(probe
 
 @pytest.mark.parametrize('dry_run', [True, False])
 def test_every_command_takes_its_options(dry_run: bool, tmp_path: Path):
-    args = Namespace(dry_run=dry_run, limit=480.0, out=tmp_path, data='images.tar')
+    args = Namespace(dry_run=dry_run, epochs=50, out=tmp_path, data='images.tar')
     commands = pieces.make_pieces(args)
     assert [*dict.fromkeys(name[0] for name in commands)] == ['a', 'b', 'c', 'd', 'e']
-    for words in commands.values():
+    for words in (words for words in commands.values() if not words[0].startswith('train.')):
         parsed = command(words[0]).parse_args([*words[1:], '--json', 'figures.json'])
         assert parsed.json == Path('figures.json')
 
@@ -210,16 +209,12 @@ def test_without_a_gpu_or_a_piece_it_says_so(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('recipe', [training.RECIPE, training.TINY_RECIPE])
-def test_the_recipes_are_experiments(recipe: str):
-    _, config, *words = recipe.split()
-    for name in (*training.MODELS, *training.TINY_MODELS)[:: 1 if recipe == training.RECIPE else -1][:2]:
-        found = load_config(config, [*words, f'model.name={name}', 'schedule.epochs=2', 'data.dir=images'])
-        assert (found.model['name'], found.schedule.epochs) == (name, 2)
-
-
-def test_as_many_epochs_are_planned_as_fit():
-    # An epoch of both takes 5 s, what comes before it 10 and 20 s, and compilation in the first 50 s.
-    trials = [{'seconds': x, 'train_seconds': 50 + 2 * y, 'epoch_seconds': y} for x, y in ((64.0, 2.0), (76.0, 3.0))]
-    assert training.plan_epochs(trials, 200) == (0.85 * 200 - 30) // 5
-    assert training.plan_epochs(trials, 20) == 0
+@pytest.mark.parametrize('dry_run', [True, False])
+def test_the_trainings_are_experiments(dry_run: bool, tmp_path: Path):
+    args = Namespace(dry_run=dry_run, epochs=2, out=tmp_path, data='images')
+    trained = {name: words for name, words in pieces.make_pieces(args).items() if name.startswith('d.')}
+    assert len(trained) == 2
+    for name, (_, _, *words) in trained.items():
+        place = words.index('--config')
+        found = load_config(words[place + 1], [*words[:place], *words[place + 2 :]])
+        assert (found.model['name'], found.schedule.epochs) == (name[2:], 1 if dry_run else 2)

@@ -8,15 +8,15 @@ a  every kernel against float64: model, odd and long shapes, one sequence, all t
 b  rows 17 and 18 of the goals; FlexAttention and, where it is installed, flash-linear-attention
 c  whole models against DeiT, as CUDA graphs and compiled too: images/s for 1, 64 and 256 images of 224, 384 and 512 px;
    training
-d  AFT-conv and DeiT trained on --data, a folder or tar file with train/CLASS and val/CLASS, while a piece may last
+d  AFT-conv and DeiT trained on --data, a folder or tar file with train/CLASS and val/CLASS, for --epochs
 e  AFT Tables 7, 2 and 4: speed and memory
 
 A piece is a process with a time limit, so that none stops another; those of `a` run side by side, the others one by
 one. OUT receives report.md and report.json, rewritten after each piece; NAME.json of each piece with its measurements
 (verification and training keep a part of them if they are stopped, goals the lines that they printed); NAME.txt and
-NAME.err, what it printed. What is done is skipped when the command runs
-again, unless the sources, the machine or its command have changed. What cannot run here, as without a package, is
-open, and says why.
+NAME.err, what it printed. What is done is skipped when the command runs again, and a training that was stopped goes on,
+unless the sources, the machine or its command have changed. What cannot run here, as without a package, is open, and
+says why.
 
 --dry-run makes all of it tiny, on a CPU, with the kernels in Triton's interpreter.
 """
@@ -25,6 +25,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.arguments import parse_positive
 from train.command_line import CommandParser
 
 
@@ -35,6 +36,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--out', type=Path, default=Path('build/gpu'), help='folder of the report (default: build/gpu)')
     add('--pieces', nargs='+', metavar='PIECE', help='groups, or names that --list shows (default: all)')
     add('--data', metavar='IMAGES', help='to train on, such as a tar file of Imagenette (default: no training)')
+    add('--epochs', type=parse_positive, default=50, metavar='N', help='of a training (default: 50)')
     add('--limit', type=float, default=480.0, metavar='S', help='seconds of a piece (default: 480)')
     add(
         '--minutes', type=float, default=float('inf'), metavar='M', help='of all; then the rest is open (default: none)'
@@ -50,6 +52,7 @@ if __name__ == '__main__':
     parse_args()
 
 import contextlib
+import csv
 import hashlib
 import importlib.util
 import json
@@ -64,11 +67,11 @@ import torch
 
 from aft_vision.commandline import EXIT_CODE, run_command
 from aft_vision.files import replacing, write_json
-from tools.gpu_report.pieces import MARGIN, make_pieces
+from tools.gpu_report.pieces import make_pieces
 from tools.machine import count_cores, describe_backends, describe_machine, read_commit
 from tools.processes import Commands, interrupted_by_sigterm
 
-PACKAGES = ('triton', 'fla', 'ffcv', 'omegaconf')
+PACKAGES = ('triton', 'fla', 'omegaconf')
 # The measurements depend on these.
 SOURCES = [f'{folder}/**/*.{kind}' for folder in ('aft_vision', 'tools', 'train') for kind in ('py', 'cpp', 'h')]
 SOURCES.append('configs/**/*.yaml')
@@ -123,7 +126,7 @@ def choose(pieces: Sequence[str], names: Sequence[str] | None) -> list[str]:
     """
     found = {name: [piece for piece in pieces if f'{piece}.'.startswith(f'{name}.')] for name in names or ()}
     for name in (name for name, own in found.items() if not own):
-        raise ValueError(f'expected a piece such as a or b.speed, got {name!r}; --list shows all')
+        raise ValueError(f'expected a piece such as a or b.speed, got {name!r}; --list shows all, and d needs --data')
     return [piece for piece in pieces if names is None or any(piece in own for own in found.values())]
 
 
@@ -181,14 +184,17 @@ class Report:
         more = {'TRITON_INTERPRET': '1', 'TRITON_CACHE_DIR': str(self.args.out / 'triton')} if interprets else {}
         if self.args.dry_run:
             more['CUDA_VISIBLE_DEVICES'] = ''
-        if '--seconds' in words:
-            place = words.index('--seconds') + 1
-            words = [*words[:place], f'{limit - MARGIN:.0f}', *words[place + 1 :]]
+        # A training goes on only with one of the same sources, machine and command.
+        number = hashlib.sha256(json.dumps([self.key, words]).encode()).hexdigest()[:8]
+        run_dir = self.args.out / 'runs' / f'{name}-{number}' if words[0].startswith('train.') else None
+        place = ['--json', str(measurements)]
+        if run_dir is not None:
+            place = [f'run.dir={run_dir}', 'run.overwrite=true' if self.args.again else 'run.resume=auto']
         start = time.monotonic()
         with printed.open('w') as out, errors.open('w') as err:
-            command = [sys.executable, '-m', *words, '--json', str(measurements)]
+            command = [sys.executable, '-m', *words, *place]
             code = self.running.run_within(limit, command, stdout=out, stderr=err, env=os.environ | more)
-        found = read_json(measurements)
+        found = read_json(measurements) if run_dir is None else read_epochs(run_dir)
         # A traceback ends with 1 as well, but leaves its measurements incomplete.
         is_whole = found is not None and found.get('complete', True)
         is_done = is_whole and (code == 0 or (code == 1 and words[0] in VERDICTS))
@@ -209,6 +215,13 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Return the content of a JSON file; None if it is missing or was cut short."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         return json.loads(path.read_text())
+    return None
+
+
+def read_epochs(folder: Path) -> dict[str, Any] | None:
+    """Return the epochs of a training; None if there are none."""
+    with contextlib.suppress(FileNotFoundError), (folder / 'summary.csv').open(newline='') as file:
+        return {'rows': list(csv.DictReader(file))}
     return None
 
 

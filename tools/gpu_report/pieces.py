@@ -2,6 +2,8 @@
 
 import argparse
 
+from tools.machine import count_cores
+
 OPERATORS = ('conv', 'full', 'axial', 'local_causal', 'simple', 'onehot', 'simple_causal')
 MODELS = (
     '--baseline deit_small_patch16_224 --models aft_conv_small aft_conv_small_k11_h16 aft_axial_small aft_full_small'
@@ -9,19 +11,27 @@ MODELS = (
 TINY_MODELS = '--baseline deit_tiny_patch16_224 --models aft_conv_tiny --sizes 32 --batch-size 1 --rounds 1'
 # The measurements say how much other processes used.
 CUDA = '--device cuda --dtype bfloat16 --allow-load'
-# Seconds that a training keeps of its limit, for its last evaluation.
-MARGIN = 30
+# Trainings; where one is stopped, the next run goes on with it.
+TRAIN = 'train.imagenet --quiet run.throughput_batches=0 run.tensorboard=false'
+RECIPE = '--config configs/imagenet/deit_300e.yaml data.batch_size=256 ema.decay=null'
+TRAINED = ('aft_conv_small', 'deit_small_patch16_224')
+TINY_RECIPE = (
+    '--config configs/smoke/one_epoch.yaml data.batch_size=400 model.depth=1 model.embed_dim=32 model.num_heads=2'
+)
+TINY_TRAINED = ('aft_conv_nano', 'deit_tiny_patch16_224')
 
 
 def make_pieces(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the words after `python -m` of each piece, by its name; before the first point is its group."""
+    """Return the words after `python -m` of each piece, by its name; before the first point is its group.
+
+    Those of a training lack its folder.
+    """
     commands = dry_commands() if args.dry_run else commands_of_all()
-    commands['d.imagenette'] = f'tools.gpu_report.training --seconds {args.limit - MARGIN:.0f}'
     found = {name: command.split() for name, command in commands.items()}
-    found['d.imagenette'] += ['--out', str(args.out / 'runs'), *(['--data', args.data] if args.data else [])]
-    if args.dry_run:
-        for name in ('b.peers', 'd.imagenette'):
-            found[name].append('--dry-run')
+    for name in TINY_TRAINED if args.dry_run else TRAINED if args.data else ():
+        words = f'{TRAIN} {TINY_RECIPE if args.dry_run else f"{RECIPE} schedule.epochs={args.epochs}"}'.split()
+        data = [f'data.dir={args.data}', f'data.num_workers={min(count_cores(), 16)}'] if args.data else []
+        found[f'd.{name}'] = [*words, f'model.name={name}', *data]
     return dict(sorted(found.items(), key=lambda item: item[0][0]))
 
 
@@ -53,7 +63,7 @@ def dry_commands() -> dict[str, str]:
     return {
         **{f'a.{name}.float32': f'{kernels} {name}' for name in OPERATORS},
         'b.speed': 'tools.benchmark goals --rows 17 18 --rounds 1 --allow-load',
-        'b.peers': 'tools.gpu_report.peers --rounds 1',
+        'b.peers': 'tools.gpu_report.peers --rounds 1 --dry-run',
         'c.32px.1': f'tools.benchmark models {TINY_MODELS} --training --allow-load',
         'e.table4': 'tools.benchmark table 4 --depth 1 --batch-size 1 --rounds 1 --allow-load',
     }
