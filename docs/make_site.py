@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -66,10 +66,22 @@ def commands_page() -> str:
     found = [*ROOT.glob('t*/*.py'), *ROOT.glob('t*/*/__main__.py')]
     files = sorted(path for path in found if 'run_command(main)' in path.read_text() and path.parent.name != 'tests')
     names = ['.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__main__') for path in files]
+    return outputs_page('# Commands\n\nThe `--help` of every command.', names, '--help')
+
+
+def keys_page() -> str:
+    """Return the --keys of every trainer as a page."""
+    names = [f'train.{name}' for name in ('imagenet', 'convert', 'pixel', 'char', 'fastformer')]
+    about = 'Set a key in a YAML file of configs/ or on the command line as `section.key=value`.'
+    return outputs_page(f'# Keys of an experiment\n\n{about} This is what `--keys` prints.', names, '--keys')
+
+
+def outputs_page(head: str, names: Sequence[str], option: str) -> str:
+    """Return a page with what modules print with an option."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        helps = list(pool.map(lambda name: run_module(name, '--help'), names))
-    sections = [f'## {name}\n\n```text\n{text.strip()}\n```' for name, text in zip(names, helps, strict=True)]
-    return '\n\n'.join(['# Commands', 'The `--help` of every command.', *sections]) + '\n'
+        printed = list(pool.map(lambda name: run_module(name, option), names))
+    sections = [f'## {name}\n\n```text\n{text.strip()}\n```' for name, text in zip(names, printed, strict=True)]
+    return '\n\n'.join([head, *sections]) + '\n'
 
 
 def run_module(*words: str) -> str:
@@ -141,7 +153,7 @@ def format_docstring(value: object) -> str:
 GENERATED = {
     'reference/api.md': api_page,
     'reference/commands.md': commands_page,
-    'reference/config_keys.md': lambda: run_module('train.keys'),
+    'reference/config_keys.md': keys_page,
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from train.convert_schema import ConvertConfig
 from train.fastformer.tasks import TASKS
-from train.keys import format_page, list_keys
+from train.keys import list_keys
 from train.model_section import decoder_schema, model_schema
 from train.schema import Config
 from train.sequence_schema import CharConfig
@@ -107,13 +107,6 @@ def test_the_keys_of_a_model_are_described_with_their_ranges():
     assert size.meaning.startswith('s of AFT-conv, in tokens')
     gate = next(key for key in list_keys(CharConfig, decoder_schema()) if key.name == 'model.query_gate')
     assert (gate.limits, gate.meaning[:5]) == ('', 'false')
-
-
-def test_the_page_of_keys_has_a_table_of_every_trainer_and_task():
-    page = format_page()
-    assert page.count('## ') == page.count('| key | default |') == 5 + len(TASKS)
-    for keys in (list_keys(Config, model_schema()), list_keys(CharConfig, decoder_schema())):
-        assert all(f'| `{key.name}` | `{key.default}` |' in page for key in keys)
 
 
 @pytest.mark.parametrize('name', ['compare_runs', 'compare_seeds'])

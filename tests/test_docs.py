@@ -295,8 +295,6 @@ def check_module(*words: str) -> None:
     if not name.startswith(('tools.', 'train.')):
         return
     module = main_module(name)
-    if name == 'train.keys':
-        return
     if name.startswith('tools.') or name == 'train.throughput':
         args = module.parse_args(arguments)
     else:
