@@ -19,7 +19,6 @@ from aft_vision.visualize.figure import (
     Top,
     check_indices,
     choose,
-    colorize,
     draw_grid,
     frame_of,
     layer_rows,
@@ -264,6 +263,8 @@ def _check_query(query: tuple[int, int], grid: tuple[int, int]) -> int:
 
 def overlay(photograph: Photograph, weights: Tensor) -> Tensor:
     """Return colours (H, W, 3), uint8: weights (H', W') as a heat map over the photograph in dark grey."""
+    from matplotlib import colormaps
+
     rows, columns = weights.shape
     step = max(1, 64 // max(rows, columns))
     size = (rows * step, columns * step)
@@ -272,4 +273,5 @@ def overlay(photograph: Photograph, weights: Tensor) -> Tensor:
     share = (weights / weights.max().clamp(min=1e-30)).cpu()
     share = share.repeat_interleave(step, 0).repeat_interleave(step, 1)
     behind = 0.4 * 255 * (grey * (1 - share))[..., None]
-    return (colorize(share, HEAT) + behind).clamp(0, 255).to(torch.uint8)
+    heat = torch.from_numpy(colormaps[HEAT](share.numpy(), bytes=True))[..., :3]
+    return (heat + behind).clamp(0, 255).to(torch.uint8)

@@ -187,18 +187,28 @@ def draw_grid(
     heights = [_block_height(block, size[1]) for block in blocks]
     width = max(sum(labels) + sum(widths) + MARGIN, 7.2)
     height = grid_top + max(heights) + 3 * LINE + MARGIN
-    page = _Page(width, height)
-    page.text(MARGIN, MARGIN + 0.7 * LINE, title, 10, weight='bold')
+    figure = new_figure(width, height)
+    figure.set_layout_engine('none')
+    # Its coordinates are inches from the upper left corner. Hundreds of axes would take half a minute.
+    axes = figure.add_axes((0, 0, 1, 1))
+    _text(axes, MARGIN, MARGIN + 0.7 * LINE, title, 10, weight='bold')
     for index, line in enumerate(notes):
-        page.text(MARGIN, MARGIN + (2.1 + index) * LINE, line, 8)
+        _text(axes, MARGIN, MARGIN + (2.1 + index) * LINE, line, 8)
     if photograph is not None:
-        _draw_photograph(page, photograph, top)
+        _draw_photograph(axes, photograph, top, width)
     left = 0.0
     for block, label, block_width in zip(blocks, labels, widths, strict=True):
-        _draw_block(page, block, left + label, grid_top, size, cmap)
+        _draw_block(axes, block, left + label, grid_top, size, cmap)
         left += label + block_width
-    page.color_bar(labels[0], grid_top + max(heights) + LINE, scale, cmap)
-    return page.finish()
+    bar = (labels[0], grid_top + max(heights) + LINE, COLOR_BAR, 0.11)
+    _image(axes, torch.linspace(0, 1, 256)[None], bar, cmap=cmap)
+    for index, label in enumerate(scale):
+        share = index / (len(scale) - 1)
+        side = 'left' if share == 0 else 'right' if share == 1 else 'center'
+        _text(axes, bar[0] + COLOR_BAR * share, bar[1] + bar[3] + 0.5 * LINE, label, 7.5, ha=side)
+    axes.set(xlim=(0, width), ylim=(height, 0), aspect='auto')
+    axes.set_axis_off()
+    return figure
 
 
 def _block_height(block: Block, cell_height: float) -> float:
@@ -211,91 +221,56 @@ def _row_height(cells: Sequence[Cell], cell_height: float) -> float:
     return cell_height + LINE * (above + below) + 1.5 * GAP
 
 
-def _draw_block(page: '_Page', block: Block, left: float, top: float, size: tuple[float, float], cmap: str) -> None:
+def _draw_block(axes: Any, block: Block, left: float, top: float, size: tuple[float, float], cmap: str) -> None:
     if block.title:
-        page.text(left, top + 0.5 * LINE, block.title, 9, weight='bold')
+        _text(axes, left, top + 0.5 * LINE, block.title, 9, weight='bold')
         top += 1.2 * LINE
     for label, cells in block.rows:
         y = top + (LINE if any(cell.title for cell in cells) else 0.0)
-        if label:
-            page.text(left - GAP, y + size[1] / 2, label, 8, ha='right')
+        _text(axes, left - GAP, y + size[1] / 2, label, 8, ha='right')
         for index, cell in enumerate(cells):
             x = left + index * (size[0] + GAP)
-            colors = cell.values if cell.values.ndim == 3 else colorize(cell.values, cmap, cell.low, cell.high)
-            page.image(colors, (x, y, *size))
-            page.text(x + size[0] / 2, y - 0.5 * LINE, cell.title, 7.5, ha='center')
-            page.text(x + size[0] / 2, y + size[1] + 0.45 * LINE, cell.caption, 7, ha='center', color='0.25')
+            # A map and its limits have no effect on colours.
+            _image(axes, cell.values, (x, y, *size), cmap=cmap, vmin=cell.low, vmax=cell.high)
+            _text(axes, x + size[0] / 2, y - 0.5 * LINE, cell.title, 7.5, ha='center')
+            _text(axes, x + size[0] / 2, y + size[1] + 0.45 * LINE, cell.caption, 7, ha='center', color='0.25')
             if cell.mark is not None:
-                page.frame(cell.mark, (x, y, *size))
+                _frame(axes, cell.mark, (x, y, *size))
         top += _row_height(cells, size[1])
 
 
-def _draw_photograph(page: '_Page', photograph: Top, top: float) -> None:
+def _draw_photograph(axes: Any, photograph: Top, top: float, page_width: float) -> None:
     rows, columns = photograph.pixels.shape[:2]
-    width = min(PHOTOGRAPH * columns / rows, page.width - LABEL - 2.2)
-    height = width * rows / columns
-    page.image(photograph.pixels.cpu(), (LABEL, top, width, height))
+    width = min(PHOTOGRAPH * columns / rows, page_width - LABEL - 2.2)
+    box = (LABEL, top, width, width * rows / columns)
+    _image(axes, photograph.pixels, box)
     for index, line in enumerate(photograph.text.split('\n')):
-        page.text(LABEL + width + 2 * GAP, top + (0.5 + index) * LINE, line, 8)
+        _text(axes, LABEL + width + 2 * GAP, top + (0.5 + index) * LINE, line, 8)
     if photograph.frame is not None:
-        page.frame(photograph.frame, (LABEL, top, width, height), 1.5)
+        _frame(axes, photograph.frame, box, 1.5)
 
 
-class _Page:
-    """A figure with coordinates in inches from its upper left corner.
-
-    All pictures are drawn into one raster of the size of the page: hundreds of axes or images would take half a minute.
-    """
-
-    def __init__(self, width: float, height: float) -> None:
-        rows, columns = round(height * DPI), round(width * DPI)
-        self.width, self.height = columns / DPI, rows / DPI
-        self.raster = torch.full((rows, columns, 3), 255, dtype=torch.uint8)
-        self.figure = new_figure(self.width, self.height)
-        self.figure.set_layout_engine('none')
-        self.axes = self.figure.add_axes((0, 0, 1, 1))
-
-    def finish(self) -> Any:
-        self.axes.imshow(self.raster.numpy(), extent=(0, self.width, self.height, 0), interpolation='nearest')
-        self.axes.set(xlim=(0, self.width), ylim=(self.height, 0), aspect='auto')
-        self.axes.set_axis_off()
-        return self.figure
-
-    def text(self, x: float, y: float, text: str, size: float, **kwargs: Any) -> None:
-        if text:
-            self.axes.text(x, y, text, fontsize=size, va='center', parse_math=False, **kwargs)
-
-    def image(self, colors: Tensor, box: Box) -> None:
-        """Draw colours (H, W, 3), uint8, stretched to a box (x, y, width, height)."""
-        left, top, right, bottom = (round(DPI * edge) for edge in (box[0], box[1], box[0] + box[2], box[1] + box[3]))
-        rows = torch.arange(bottom - top) * colors.shape[0] // (bottom - top)
-        columns = torch.arange(right - left) * colors.shape[1] // (right - left)
-        self.raster[top:bottom, left:right] = colors[rows][:, columns]
-
-    def frame(self, frame: Frame, box: Box, line: float = 0.8) -> None:
-        from matplotlib.patches import Rectangle
-
-        top, left, height, width = frame
-        corner = (box[0] + left * box[2], box[1] + top * box[3])
-        for color, thickness in (('black', 2 * line), ('white', line)):
-            self.axes.add_patch(
-                Rectangle(corner, width * box[2], height * box[3], fill=False, edgecolor=color, linewidth=thickness)
-            )
-
-    def color_bar(self, x: float, y: float, scale: Sequence[str], cmap: str) -> None:
-        self.image(colorize(torch.linspace(0, 1, 256)[None], cmap), (x, y, COLOR_BAR, 0.11))
-        for index, label in enumerate(scale):
-            share = index / (len(scale) - 1)
-            side = 'left' if share == 0 else 'right' if share == 1 else 'center'
-            self.text(x + COLOR_BAR * share, y + 0.11 + 0.5 * LINE, label, 7.5, ha=side)
+def _text(axes: Any, x: float, y: float, text: str, size: float, **kwargs: Any) -> None:
+    if text:
+        axes.text(x, y, text, fontsize=size, va='center', parse_math=False, **kwargs)
 
 
-def colorize(values: Tensor, cmap: str, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """Map values (H, W) to colours (H, W, 3), uint8, by a matplotlib colour map from `low` to `high`."""
-    from matplotlib import colormaps
+def _image(axes: Any, values: Tensor, box: Box, **colors: Any) -> None:
+    x, y, width, height = box
+    values = values.detach().cpu()
+    values = values if values.dtype == torch.uint8 else values.double()
+    axes.imshow(values.numpy(), extent=(x, x + width, y + height, y), interpolation='nearest', **colors)
 
-    share = ((values.detach().cpu().double() - low) / (high - low)).clamp(0, 1)
-    return torch.from_numpy(colormaps[cmap](share.numpy(), bytes=True))[..., :3]
+
+def _frame(axes: Any, frame: Frame, box: Box, line: float = 0.8) -> None:
+    from matplotlib.patches import Rectangle
+
+    top, left, height, width = frame
+    corner = (box[0] + left * box[2], box[1] + top * box[3])
+    for color, thickness in (('black', 2 * line), ('white', line)):
+        axes.add_patch(
+            Rectangle(corner, width * box[2], height * box[3], fill=False, edgecolor=color, linewidth=thickness)
+        )
 
 
 def number(value: float) -> str:
