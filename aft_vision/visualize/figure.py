@@ -202,10 +202,10 @@ def draw_grid(
         left += label + block_width
     bar = (labels[0], grid_top + max(heights) + LINE, COLOR_BAR, 0.11)
     _image(axes, torch.linspace(0, 1, 256)[None], bar, cmap=cmap)
-    for index, label in enumerate(scale):
+    for index, words in enumerate(scale):
         share = index / (len(scale) - 1)
-        side = 'left' if share == 0 else 'right' if share == 1 else 'center'
-        _text(axes, bar[0] + COLOR_BAR * share, bar[1] + bar[3] + 0.5 * LINE, label, 7.5, ha=side)
+        anchor = 'left' if share == 0 else 'right' if share == 1 else 'center'
+        _text(axes, bar[0] + COLOR_BAR * share, bar[1] + bar[3] + 0.5 * LINE, words, 7.5, ha=anchor)
     axes.set(xlim=(0, width), ylim=(height, 0), aspect='auto')
     axes.set_axis_off()
     return figure
