@@ -104,10 +104,12 @@ def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterab
         ValueError: an unknown key, or a value of the wrong type or range.
     """
     typed = [layer for source, layer in layers if source == COMMAND_LINE]
-    files = merge_checked(OmegaConf.structured(schema), [layer for source, layer in layers if source != COMMAND_LINE])
+    files = merge_checked(schema, [layer for source, layer in layers if source != COMMAND_LINE])
     merged = merge_checked(files, typed)
     try:
-        merged = OmegaConf.merge(merged, adjust(merged, files, {key for layer in typed for key in keys_of(layer)}))
+        merged = OmegaConf.unsafe_merge(
+            merged, adjust(merged, files, {key for layer in typed for key in keys_of(layer)})
+        )
         built = typing.cast(Any, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise ValueError(_reason(error)) from error

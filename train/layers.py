@@ -89,7 +89,7 @@ def naming_sources(path: str | Path, layers: Sequence[Layer]) -> Iterator[None]:
 
 
 def merge_checked(config: Any, layers: Iterable[Mapping[str, Any]], prefix: str = '') -> Any:
-    """Merge layers into a structured config; an error names the key and its value.
+    """Merge layers into a structured config, or into the defaults of a dataclass; an error names the key and its value.
 
     Args:
         prefix: Of the keys in errors.

@@ -115,7 +115,7 @@ def check_arguments(kwargs: Mapping[str, Any], schema: type) -> dict[str, Any]:
     Raises:
         ValueError: one is unknown, or of the wrong type or range.
     """
-    checked = merge_checked(OmegaConf.structured(schema), [kwargs], prefix='model.')
+    checked = merge_checked(schema, [kwargs], prefix='model.')
     content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
     check_numbers({key: content[key] for key in kwargs})
     nullable = {each.name for each in dataclasses.fields(schema) if each.metadata['nullable']}
