@@ -1,15 +1,23 @@
-"""Settings of all tests: few garbage collections, and no measured choices.
+"""Settings of all tests: few garbage collections, no measured choices, and nothing made that a library makes slowly.
 
 A collection of all that is imported takes half a second, and each training by transformers makes one.
 """
 
 import atexit
 import gc
+import importlib
+import os
 from collections.abc import Generator, Iterator
+from functools import cache
+from typing import Any
 
 import pytest
+import torch
 
 from aft_vision.ops import linear, operator
+
+# As it is imported, FFCV compiles for five seconds what its own loader alone uses, which computes the same without it.
+os.environ.setdefault('NUMBA_DISABLE_JIT', '1')
 
 
 @pytest.hookimpl(wrapper=True)
@@ -32,4 +40,20 @@ def first_ways() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (linear, operator):
             patch.setattr(module, 'fastest', lambda subject, shape, ways: next(iter(ways)))
+        yield
+
+
+@pytest.fixture(autouse=True, scope='session')
+def one_table_of_onnx() -> Iterator[None]:
+    """Let torch make its table of ONNX's operators for the first export alone; it takes most of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        original = torch.onnx.export
+
+        def export(*args: Any, **kwargs: Any) -> Any:
+            patch.setattr(torch.onnx, 'export', original)
+            registry = importlib.import_module('torch.onnx._internal.exporter._registration').ONNXRegistry
+            patch.setattr(registry, 'from_torchlib', staticmethod(cache(registry.from_torchlib)))
+            return original(*args, **kwargs)
+
+        patch.setattr(torch.onnx, 'export', export)
         yield

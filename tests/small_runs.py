@@ -114,8 +114,6 @@ def train(
     os.environ.update(environment)
     if log is not None:
         _print_to(log)
-    # As it is imported, FFCV compiles for five seconds what its own loader alone uses.
-    os.environ['NUMBA_DISABLE_JIT'] = '1'
     gc.freeze()
     leave_curves_undrawn(pytest.MonkeyPatch())
     # Loading processes of a server of their own would outlive this process.

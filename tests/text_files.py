@@ -163,18 +163,21 @@ def write_ag_news(folder: str | Path, rows: int = 40, seed: int = 0) -> Path:
     return Path(folder)
 
 
-def write_behaviors(path: str | Path, rows: int = 200, seed: int = 0, most: int = 8) -> Path:
+def write_behaviors(
+    path: str | Path, rows: int = 200, seed: int = 0, most: int = 8, topics: int = len(TOPIC_WORDS)
+) -> Path:
     """Write requests as JSON lines; the label is 1 where the user has done something with the topic of the ad.
 
     Args:
         most: Behaviours of a request, of which some have none.
+        topics: Topics of all requests, of which each has at most three.
     """
     writer, draw = TextWriter(seed), random.Random(seed + 1)
     lines = []
     for number in range(rows):
-        topics = draw.sample(range(len(TOPIC_WORDS)), 3)
-        done = draw.choices(topics[:2], k=draw.randint(0, most))
-        ad = draw.choice(done) if done and number % 2 else topics[2]
+        chosen = draw.sample(range(topics), 3)
+        done = draw.choices(chosen[:2], k=draw.randint(0, most))
+        ad = draw.choice(done) if done and number % 2 else chosen[2]
         behaviors = [{'type': draw.choice(BEHAVIOR_TYPES), 'text': writer.sentence(topic, 4)} for topic in done]
         request = {'label': int(ad in done), 'ad': writer.sentence(ad, 4), 'behaviors': behaviors}
         lines.append(json.dumps({**request, 'user': f'U{number // 2}'}) + '\n')

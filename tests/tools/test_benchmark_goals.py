@@ -280,8 +280,6 @@ def test_our_loader_is_compared_with_that_of_timm(monkeypatch):
     assert 0.2 < measurement.measured < 5
 
 
-# FFCV compiles its steps.
-@pytest.mark.slow
 @pytest.mark.ffcv
 def test_our_loader_is_compared_with_that_of_ffcv(monkeypatch):
     require_ffcv()

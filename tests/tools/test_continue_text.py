@@ -66,14 +66,6 @@ def test_a_model_of_other_tokens_is_named(tmp_path: Path):
         continue_text.main(['--checkpoint', str(tmp_path / 'char.pt')])
 
 
-def test_a_folder_of_another_run_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r'of a pixel or character model, .* which has no best\.pth$'):
-        continue_text.main(['--checkpoint', str(tmp_path)])
-    (tmp_path / 'last.pth').touch()
-    with pytest.raises(ValueError, match=r'which has no best\.pth; its newest checkpoint is .*last\.pth$'):
-        continue_text.main(['--checkpoint', str(tmp_path)])
-
-
 def test_a_model_of_text8_has_its_letters(tmp_path: Path):
     save_decoder(create_decoder('aft_simple_char', context=9, depth=1, dim=4, vocab_size=27), tmp_path / 'char.pt')
     (text,) = continue_text.main(['--checkpoint', str(tmp_path / 'char.pt'), '--prompt', 'a zebra'])

@@ -11,7 +11,6 @@ from aft_vision.export import export_hub_folder
 from aft_vision.layers import AFTOnehot
 from aft_vision.models.attention_block import AttentionBlock
 from aft_vision.models.checkpoint import load_model
-from tools import eval_resolution
 from tools.harden_gumbel import main
 from train import imagenet
 
@@ -87,12 +86,6 @@ def test_an_exported_folder_is_hardened_too(checkpoint, exported, tmp_path):
     main(['--checkpoint', str(tmp_path / 'gumbel'), '--out', str(tmp_path / 'onehot')])
     first, second = load_model(exported).state_dict(), load_model(tmp_path / 'onehot').state_dict()
     assert all(torch.equal(first[name], x) for name, x in second.items())
-
-
-def test_the_folder_is_evaluated_at_other_sizes(exported, tmp_path):
-    arguments = ['--checkpoint', str(exported), '--data', str(CLOTHING), '--workers', '0', '--sizes', '24x40']
-    (row,) = eval_resolution.main([*arguments, '--out', str(tmp_path)])
-    assert row['samples'] == 200
 
 
 def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):

@@ -119,9 +119,7 @@ def test_a_model_that_cannot_be_pruned_is_named(run, tmp_path, name: str, kwargs
         run(make_checkpoint(tmp_path / 'best.pth', name, **kwargs))
 
 
-def test_a_negative_threshold_and_an_image_size_that_does_not_fit_are_named(run, tmp_path):
+def test_an_image_size_that_does_not_fit_is_named(run, tmp_path):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
-    with pytest.raises(ValueError, match='threshold must be at least 0, got -1'):
-        run(checkpoint, '--thresholds', '-1')
     with pytest.raises(ValueError, match=r'multiples of the patch size \(8, 8\), got \(33, 33\)'):
         run(checkpoint, '--size', '33')

@@ -277,12 +277,6 @@ def test_a_wrong_name_is_named(tmp_path, monkeypatch, source, model, message):
     assert not Path('out').exists()
 
 
-def test_a_patch_of_no_pixels_is_named(tmp_path):
-    source, _ = write('pth', tmp_path)
-    with pytest.raises(ValueError, match=r'got aft_conv_tiny with .*patch_size=0.*: .* by zero'):
-        run(source, tmp_path / 'out', '--model-arg', 'patch_size=0')
-
-
 def test_a_folder_is_not_replaced_by_what_is_made_of_it(tmp_path):
     source, _ = write('folder', tmp_path)
     with pytest.raises(ValueError, match=r'another place than that of .*source.folder, which is read'):

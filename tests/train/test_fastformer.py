@@ -38,7 +38,7 @@ def pairs(tmp_path_factory) -> Path:
     """Texts of which one class has two words together, wherever they are, and the other but one of them."""
     draw = random.Random(0)
     lines = []
-    for number in range(400):
+    for number in range(200):
         words = draw.choices([f'w{index}' for index in range(20)], k=draw.randint(4, 12))
         first, second = draw.sample(range(len(words)), 2)
         words[first] = draw.choice(['red', 'blue'])
@@ -60,7 +60,7 @@ def text_run(pairs: Path, folder: Path, *overrides: str) -> ClassificationRun:
 @pytest.fixture(scope='module')
 def trained(pairs, tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp('run')
-    return folder, fastformer.main(arguments(pairs, folder, 'schedule.max_updates=25', 'run.keep=2'))
+    return folder, fastformer.main(arguments(pairs, folder, 'schedule.max_updates=15', 'run.keep=2'))
 
 
 def test_a_run_leaves_a_summary_of_its_seeds(trained):
@@ -70,9 +70,9 @@ def test_a_run_leaves_a_summary_of_its_seeds(trained):
     assert written['seeds'] == [0, 1]
     for seed, result in enumerate(written['runs']):
         assert result == json.loads((folder / f'seed_{seed}' / 'result.json').read_text())
-        assert result['texts'] == {'train': 320, 'validation': 40, 'test': 40}
-        assert result['updates'] == 25
-        assert [epoch['epoch'] for epoch in result['epochs']] == [1.0, 1.25]
+        assert result['texts'] == {'train': 160, 'validation': 20, 'test': 20}
+        assert result['updates'] == 15
+        assert [epoch['epoch'] for epoch in result['epochs']] == [1.0, 1.5]
         assert result['seconds_per_epoch'] > 0
         assert result['memory_mb'] > 10
         best = max(result['epochs'], key=lambda epoch: epoch['accuracy'])
@@ -115,14 +115,14 @@ def test_the_resolved_experiment_has_the_folder_that_it_is_in():
 
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path, monkeypatch):
-    more = ['schedule.max_updates=25', 'run.keep=2', 'run.save_updates=4', 'run.seeds=[1]']
-    assert_goes_on_to_the_same_weights(monkeypatch, 22, arguments(pairs, tmp_path, *more), tmp_path, trained[0])
+    more = ['schedule.max_updates=15', 'run.keep=2', 'run.save_updates=4', 'run.seeds=[1]']
+    assert_goes_on_to_the_same_weights(monkeypatch, 14, arguments(pairs, tmp_path, *more), tmp_path, trained[0])
 
 
 def test_a_run_that_was_moved_after_its_last_update_tests_its_best_epoch(pairs, tmp_path):
     here, there = tmp_path / 'here', tmp_path / 'there'
     (tmp_path / 'glove.txt').write_text(f'red {" ".join(["0.5"] * 16)}\n')
-    more = ['schedule.max_updates=25', 'run.keep=9', 'run.seeds=[1]', f'data.glove={tmp_path / "glove.txt"}']
+    more = ['schedule.max_updates=15', 'run.keep=9', 'run.seeds=[1]', f'data.glove={tmp_path / "glove.txt"}']
     glove = fastformer.main(arguments(pairs, here, *more))['runs'][0]['glove']
     here.rename(there)
     folder = there / 'seed_1'
@@ -138,18 +138,18 @@ def test_a_run_that_was_moved_after_its_last_update_tests_its_best_epoch(pairs, 
     fastformer.main([*arguments(pairs, there, *more), 'run.resume=auto'])
     expected, found = (load_file(path / 'model.safetensors') for path in (first, folder / 'best'))
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-    # Not an update more, although 25 updates end within an epoch.
+    # Not an update more, although 15 updates end within an epoch.
     assert sorted(path.name for path in folder.glob('checkpoint-*')) == sorted([first.name, last.name])
     result = json.loads((folder / 'result.json').read_text())
-    assert (result['updates'], result['glove']) == (25, glove)
+    assert (result['updates'], result['glove']) == (15, glove)
 
 
 def test_an_evaluation_that_was_cut_short_is_done_again(trained, pairs, tmp_path, monkeypatch):
     def killed(self, args, state, control, **kwargs):
-        if state.global_step == 25:
+        if state.global_step == 15:
             raise RuntimeError('killed')
 
-    cut = arguments(pairs, tmp_path, 'schedule.max_updates=25', 'run.save_updates=5', 'run.keep=2', 'run.seeds=[1]')
+    cut = arguments(pairs, tmp_path, 'schedule.max_updates=15', 'run.save_updates=5', 'run.keep=2', 'run.seeds=[1]')
     with monkeypatch.context() as patched:
         patched.setattr(EpochMeter, 'on_evaluate', killed)
         with pytest.raises(RuntimeError, match='killed'):
@@ -157,14 +157,14 @@ def test_an_evaluation_that_was_cut_short_is_done_again(trained, pairs, tmp_path
     assert fastformer.main([*cut, 'run.resume=auto'])['runs'][0]['epochs'] == trained[1]['runs'][1]['epochs']
 
 
-@pytest.mark.parametrize('stop', [13, 20])
+@pytest.mark.parametrize('stop', [7, 10])
 def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_path, monkeypatch, capsys, stop):
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
         interrupt_text_at(patch, stop, signal.SIGINT)
         with pytest.raises(SystemExit) as stopped:
             fastformer.main(
-                arguments(pairs, tmp_path / 'a run', 'schedule.max_updates=25', 'run.keep=2', 'run.seeds=[1]')
+                arguments(pairs, tmp_path / 'a run', 'schedule.max_updates=15', 'run.keep=2', 'run.seeds=[1]')
             )
     assert stopped.value.code == 128 + signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is before
@@ -175,7 +175,7 @@ def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_pa
     assert again['runs'][0]['epochs'] == trained[1]['runs'][1]['epochs']
 
 
-@pytest.mark.parametrize('update', [20, 25])
+@pytest.mark.parametrize('update', [10, 15])
 def test_a_signal_in_an_evaluation_stops_after_it(update, trained, pairs, tmp_path, monkeypatch):
     original = TextTrainer.evaluate
 
@@ -185,7 +185,9 @@ def test_a_signal_in_an_evaluation_stops_after_it(update, trained, pairs, tmp_pa
             signal.raise_signal(signal.SIGTERM)
         return found
 
-    common = arguments(pairs, tmp_path, 'schedule.max_updates=25', 'run.keep=2', 'run.save_updates=5')
+    seeds = [0] if update == 10 else [0, 1]
+    more = ['schedule.max_updates=15', 'run.keep=2', 'run.save_updates=5', f'run.seeds={seeds}']
+    common = arguments(pairs, tmp_path, *more)
     with monkeypatch.context() as patch:
         patch.setattr(TextTrainer, 'evaluate', evaluate)
         with pytest.raises(SystemExit) as stopped:
@@ -193,10 +195,10 @@ def test_a_signal_in_an_evaluation_stops_after_it(update, trained, pairs, tmp_pa
     assert stopped.value.code == 128 + signal.SIGTERM
     assert (tmp_path / 'seed_0' / f'checkpoint-{update}' / 'trainer_state.json').is_file()
     # The last update of a seed ends it; the next one does not begin.
-    assert (tmp_path / 'seed_0' / 'result.json').exists() == (update == 25)
+    assert (tmp_path / 'seed_0' / 'result.json').exists() == (update == 15)
     assert not (tmp_path / 'seed_1').exists()
     again = fastformer.main([*common, 'run.resume=auto'])
-    assert [run['epochs'] for run in again['runs']] == [run['epochs'] for run in trained[1]['runs']]
+    assert [run['epochs'] for run in again['runs']] == [trained[1]['runs'][seed]['epochs'] for seed in seeds]
 
 
 @pytest.mark.parametrize('more', [[], ['--eval']], ids=['train', 'eval'])
@@ -284,7 +286,7 @@ def test_seeds_of_another_experiment_are_not_resumed(trained, pairs, override, m
     before = (folder / 'config.yaml').read_text()
     override = override.format(best=folder / 'seed_0' / 'best', pairs=pairs)
     with pytest.raises(ValueError, match=f'expected {message}.*; set another run'):
-        fastformer.main([*arguments(pairs, folder), 'schedule.max_updates=25', 'run.resume=auto', override])
+        fastformer.main([*arguments(pairs, folder), 'schedule.max_updates=15', 'run.resume=auto', override])
     assert (folder / 'config.yaml').read_text() == before
 
 
@@ -292,7 +294,7 @@ def test_finished_seeds_are_taken_over_with_files_elsewhere_other_workers_and_ot
     folder, summary = trained
     shutil.copytree(folder, tmp_path / 'run', ignore=shutil.ignore_patterns('checkpoint-*', 'best'))
     moved = shutil.copy(pairs, tmp_path / 'moved.jsonl')
-    more = ['schedule.max_updates=25', 'run.resume=auto', 'run.keep=3', 'run.tensorboard=true']
+    more = ['schedule.max_updates=15', 'run.resume=auto', 'run.keep=3', 'run.tensorboard=true']
     more += ['data.num_workers=1', 'data.eval_split=validation', 'data.eval_batch_size=8']
     common = [*arguments(Path(moved), tmp_path / 'run'), *more]
     assert fastformer.main([*common, 'run.seeds=[1]'])['runs'] == summary['runs'][1:]
@@ -491,7 +493,7 @@ def test_the_columns_of_jmars_and_reviews_without_a_rating_are_said_by_the_exper
 
 def test_test_texts_of_their_own_are_all_tested(pairs, tmp_path):
     data = text_run(pairs, tmp_path, f'data.test_path={pairs}', 'data.valid_share=0.25').splits
-    assert {name: len(part) for name, part in data.items()} == {'train': 300, 'validation': 100, 'test': 400}
+    assert {name: len(part) for name, part in data.items()} == {'train': 150, 'validation': 50, 'test': 200}
 
 
 def test_test_texts_that_are_training_texts_too_are_counted(tmp_path, caplog):

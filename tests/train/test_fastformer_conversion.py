@@ -21,11 +21,11 @@ SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'conversion.yaml'
 
 @pytest.fixture(scope='module')
 def requests(tmp_path_factory) -> Path:
-    return write_behaviors(tmp_path_factory.mktemp('requests') / 'b.jsonl', rows=400)
+    return write_behaviors(tmp_path_factory.mktemp('requests') / 'b.jsonl', rows=200)
 
 
 arguments = partial(smoke_arguments, 'conversion')
-SHORT = ('schedule.max_updates=25', 'run.keep=2')
+SHORT = ('schedule.max_updates=15', 'run.keep=2')
 
 
 @pytest.fixture(scope='module')
@@ -39,7 +39,7 @@ def test_a_run_leaves_the_epoch_with_the_best_auc(trained):
     written = json.loads((folder / 'result.json').read_text())
     assert written == {**summary, 'model': written['model']}
     for result in written['runs']:
-        assert result['requests'] == {'train': 320, 'validation': 40, 'test': 40}
+        assert result['requests'] == {'train': 160, 'validation': 20, 'test': 20}
         assert 0 < result['positive']['test'] < 1
         best = max(result['epochs'], key=lambda epoch: epoch['auc'])
         assert (result['best_epoch'], result['validation_log_loss']) == (best['epoch'], best['log_loss'])
@@ -64,8 +64,8 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, requests, tmp_p
 
 
 def test_it_learns_that_users_act_on_ads_of_what_they_did(tmp_path):
-    requests = write_behaviors(tmp_path / 'b.jsonl', rows=2000)
-    more = ['run.seeds=[0]', 'data.batch_size=32', 'schedule.epochs=10', 'optim.lr=1e-3', 'model.hidden_dropout_prob=0']
+    requests = write_behaviors(tmp_path / 'b.jsonl', rows=1000, most=4, topics=4)
+    more = ['run.seeds=[0]', 'data.batch_size=32', 'schedule.epochs=6', 'optim.lr=1e-3', 'model.hidden_dropout_prob=0']
     more += ['model.hidden_size=64', 'model.num_attention_heads=4']
     # Over 24 starts it is 0.96 to 1.00.
     assert main(arguments(requests, tmp_path / 'run', *more))['test_auc']['mean'] > 0.9
@@ -93,9 +93,9 @@ def test_each_kind_of_data_is_divided_as_it_must_be(tmp_path, requests):
 def test_files_of_their_own_are_whole_parts(tmp_path, requests):
     tested = write_behaviors(tmp_path / 'test.jsonl', rows=50, seed=5)
     run = make_run('json', requests, f'data.test_path={tested}', 'data.valid_share=0.25')
-    assert run.counts() == {'train': 300, 'validation': 100, 'test': 50}
+    assert run.counts() == {'train': 150, 'validation': 50, 'test': 50}
     run = make_run('json', requests, f'data.test_path={tested}', f'data.valid_path={tested}')
-    assert run.counts() == {'train': 400, 'validation': 50, 'test': 50}
+    assert run.counts() == {'train': 200, 'validation': 50, 'test': 50}
     # The vocabulary is of the training texts alone.
     assert len(run.texts()) < len(run.table.texts)
 
