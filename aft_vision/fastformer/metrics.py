@@ -5,9 +5,10 @@ are skipped, because they have no AUC. Candidates with equal scores count half i
 order in the file; in the published scorer their order depends on its sort.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike
 
 CUTOFFS = (5, 10)
@@ -82,10 +83,7 @@ def click_loss(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> float:
 def rank_candidates(scores: ArrayLike, sizes: ArrayLike) -> np.ndarray:
     """Return ranks (n,) from 1 within each impression, by descending score; ties keep their order."""
     data = _check(scores, np.zeros(np.shape(scores)), sizes)
-    order = np.lexsort((-data.scores, data.group))
-    ranks = np.empty(len(order), dtype=np.int64)
-    ranks[order] = np.arange(len(order)) - _starts(data)
-    return ranks + 1
+    return _ranks(data, method='first', ascending=False).astype(np.int64)
 
 
 def _all_metrics(data: _Impressions, clicked: np.ndarray) -> dict[str, np.ndarray]:
@@ -101,21 +99,12 @@ def _all_metrics(data: _Impressions, clicked: np.ndarray) -> dict[str, np.ndarra
 
 def _auc(data: _Impressions, clicked: np.ndarray) -> np.ndarray:
     """Compute AUC (I,) from the sum of the ranks of clicks, where ties have their mean rank."""
-    order = np.lexsort((data.scores, data.group))
-    scores, group = data.scores[order], data.group[order]
-    is_first = np.ones(len(order), dtype=bool)
-    is_first[1:] = (scores[1:] != scores[:-1]) | (group[1:] != group[:-1])
-    first = np.flatnonzero(is_first)
-    last = np.append(first[1:], len(order)) - 1
-    ranks = np.empty(len(order))
-    ranks[order] = ((first + last) / 2)[np.cumsum(is_first) - 1] - _starts(data) + 1
-    total = data.sum(ranks * data.labels)
+    total = data.sum(_ranks(data, method='average') * data.labels)
     return (total - clicked * (clicked + 1) / 2) / (clicked * (data.sizes - clicked))
 
 
-def _starts(data: _Impressions) -> np.ndarray:
-    """Return the start of each candidate's impression (n,)."""
-    return np.repeat(np.cumsum(data.sizes) - data.sizes, data.sizes)
+def _ranks(data: _Impressions, **options: Any) -> np.ndarray:
+    return pd.Series(data.scores).groupby(data.group).rank(**options).to_numpy()
 
 
 def _check(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> _Impressions:
