@@ -64,12 +64,6 @@ def interval(right: int, count: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def standard_error(right: int, count: int) -> float:
-    """Return the standard error of a share, of `right` of `count`, in [0, 1]."""
-    share = right / count
-    return math.sqrt(share * (1 - share) / count)
-
-
 def by_class(answers: Sequence[LabelledPrediction], names: Sequence[str]) -> dict[str, list[LabelledPrediction]]:
     """Return photographs by the name of their class, the most accurate class last.
 

@@ -19,7 +19,6 @@ from aft_vision.visualize.accuracy import (
     draw_classes,
     draw_examples,
     predict_labelled,
-    standard_error,
 )
 from aft_vision.visualize.attention import (
     attention_heads,
@@ -137,7 +136,8 @@ def _training_section(report: Report) -> str:
 def _accuracy_section(report: Report) -> str:
     names, answers = class_names(report.model), predict_labelled(report.model, report.labelled, report.size)
     right = sum(each.is_right for each in answers)
-    share, error = right / len(answers), standard_error(right, len(answers))
+    share = right / len(answers)
+    error = math.sqrt(share * (1 - share) / len(answers))
     height, width = report.size or default_size(report.model)
     classes = by_class(answers, names)
     images = Counter(each.truth for each in answers)

@@ -13,7 +13,6 @@ from aft_vision.visualize.accuracy import (
     draw_examples,
     interval,
     predict_labelled,
-    standard_error,
 )
 
 NAMES = ['hat', 'shoe', 'shirt']
@@ -30,10 +29,6 @@ def make_answer(truth: int, prediction: int) -> LabelledPrediction:
 )
 def test_the_interval_is_that_of_wilson(right, count, low, high):
     assert interval(right, count) == pytest.approx((low, high), abs=1e-3)
-
-
-def test_the_standard_error_of_200_images_at_a_third_is_3_3_points():
-    assert standard_error(67, 201) == pytest.approx(math.sqrt(2 / 9 / 201))
 
 
 @pytest.fixture
