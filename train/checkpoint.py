@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from aft_vision.data.streams import Stream
+from aft_vision.data.shards import WebDataset
 from aft_vision.files import BEST, LAST, older, replacing
 from aft_vision.models.checkpoint import read_checkpoint
 from train.config import continues
@@ -198,8 +198,8 @@ def describe_samples(loader: Any) -> dict[str, Any]:
     The names are those of the files and their class folders, or of the shards: a data set may move.
     """
     dataset = getattr(loader, 'dataset', None)
-    if isinstance(dataset, Stream):
-        return _describe(dataset.images, [name.rsplit('/', 1)[-1] for name in dataset.file_names])
+    if isinstance(dataset, WebDataset):
+        return _describe(dataset.images, [file.url.rsplit('/', 1)[-1] for file in dataset.files])
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
         return {}
     # Below what transforms or chooses images.

@@ -33,8 +33,7 @@ from aft_vision.data.images import (
 )
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
-from aft_vision.data.shards import StrictTarInfo, open_shards
-from aft_vision.data.streams import Stream
+from aft_vision.data.shards import StrictTarInfo, WebDataset, open_shards
 
 EVAL_SPLITS = ('val', 'validation', 'valid', 'test')
 NAMED = ('torch/', 'hfds/', 'wds/')
@@ -131,7 +130,7 @@ class Split:
     @property
     def is_stream(self) -> bool:
         """Return whether the data set can only be read in its own order."""
-        return isinstance(self.dataset, Stream)
+        return isinstance(self.dataset, WebDataset)
 
     def describe(self) -> str:
         """Describe the number of images and classes."""
@@ -463,7 +462,7 @@ def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: b
             dataset = _create(source, name, seed, is_training)
     except ImportError as error:
         raise ValueError(f'the data set {source.name} needs a package that is not installed: {error}') from error
-    if isinstance(dataset, Stream):
+    if isinstance(dataset, WebDataset):
         return _open_stream(dataset, source, name)
     # Hugging Face's.
     if type(dataset) is ImageDataset:
@@ -485,7 +484,7 @@ def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: b
     return Split(OtherDataset(dataset), names)
 
 
-def _open_stream(stream: Stream, source: Source, split: str) -> Split:
+def _open_stream(stream: WebDataset, source: Source, split: str) -> Split:
     if not stream.images:
         key = 'train_split' if stream.is_training else 'eval_split'
         raise ValueError(

@@ -28,7 +28,8 @@ from aft_vision.data.datasets import (
 )
 from aft_vision.data.native import NativeShape
 from aft_vision.data.sampling import EpochSampler, SeededDataset, Shard, SizeSchedule
-from aft_vision.data.streams import Stream, StreamLoader
+from aft_vision.data.shards import WebDataset
+from aft_vision.data.streams import StreamLoader
 
 _logger = logging.getLogger(__name__)
 # Ctrl-C, and the signals that a scheduler sends before it stops a job.
@@ -50,7 +51,7 @@ class Loaders(NamedTuple):
     @property
     def is_stream(self) -> bool:
         """Return whether the training images can only be read from the start of an epoch."""
-        return isinstance(getattr(self.train, 'dataset', None), Stream)
+        return isinstance(getattr(self.train, 'dataset', None), WebDataset)
 
     def set_epoch(self, epoch: int, first_update: int = 0, size: int | None = None) -> None:
         """Set the order, the random changes and the start of the next pass over the training images.
@@ -68,7 +69,7 @@ class Loaders(NamedTuple):
         if first_update:
             raise ValueError(f'a streamed data set begins at the start of its epoch, not at update {first_update}')
         dataset: Any = getattr(self.train, 'dataset', None)
-        if isinstance(dataset, Stream):
+        if isinstance(dataset, WebDataset):
             dataset.set_epoch(epoch)
 
 
@@ -265,7 +266,7 @@ def _loader(
     native = max((size for size in sizes if isinstance(size, NativeShape)), key=lambda s: s.max_tokens, default=None)
     collate = _collate if native is None else partial(_collate_native, native)
     num_workers = read.num_workers
-    if isinstance(dataset, Stream):
+    if isinstance(dataset, WebDataset):
         num_workers = dataset.limit_workers(num_workers)
         make: Any = partial(StreamLoader, dataset, batch_size, collate)
     else:

@@ -2,23 +2,33 @@
 
 import io
 import json
+import logging
+import multiprocessing
 import os
 import random
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from timm.data.readers.reader_wds import SAMPLE_INITIAL_SIZE, SAMPLE_SHUFFLE_SIZE
+from timm.data.readers.shared_count import SharedCount
 from timm.data.readers.targets import get_field, has_field
+from torch.utils.data import IterableDataset, get_worker_info
 
-from aft_vision.data.images import CorruptImageError, image_suffixes, is_hidden
-from aft_vision.data.sampling import ORDER, derive_seed
-from aft_vision.data.streams import Sample, Stream, split_name_and_count, this_worker
+from aft_vision.data.checked import REMEDY, ImageData, new_flags
+from aft_vision.data.images import CorruptImageError, image_suffixes, is_hidden, open_image
+from aft_vision.data.sampling import ORDER, SAMPLE, Shard, derive_seed, restored_generators, seed_generators
 
 INFO_FILES = ('_info.json', 'info.json')
 IMAGE, CLASS = 'image', 'class'
+# Flags of what has been named.
+NUM_FLAGS = 2**20
+
+_logger = logging.getLogger(__name__)
 
 
 class StrictTarInfo(tarfile.TarInfo):
@@ -34,6 +44,18 @@ class StrictTarInfo(tarfile.TarInfo):
             raise tarfile.ReadError(f'{error} at byte {file.offset}') from error
 
 
+class Sample(NamedTuple):
+    """An image of a stream and its class, as they are in its files.
+
+    Attributes:
+        name: Name of the image in errors.
+    """
+
+    name: str
+    image: io.BytesIO
+    label: Any
+
+
 class TarShard(NamedTuple):
     """A tar file of a WebDataset.
 
@@ -45,17 +67,24 @@ class TarShard(NamedTuple):
     images: int | None
 
 
-class WebDataset(Stream):
-    """A split of WebDataset shards.
+class WebDataset(ImageData, IterableDataset):
+    """A split of WebDataset shards, which can only be read in its own order.
 
     Args:
         place: Name of the split in errors.
         files: Its shards.
-        images: Number of images.
+        images: Number of images; 0 if it is unknown.
         input_key: Ending of the images, or several with ';' between them; None for any ending of images.
         target_key: Field of `.json` members that has the class; None for `.cls` members.
-        is_training, seed: As in Stream.
+        is_training: Read in random order, and change images at random.
+        seed: Seed of the order and of the changes, in [0, 2**32).
+
+    Attributes:
+        target_transform: Of a class; None changes nothing.
     """
+
+    target_transform: Any = None
+    _named: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -67,18 +96,127 @@ class WebDataset(Stream):
         is_training: bool,
         seed: int,
     ) -> None:
-        super().__init__(place, images, len(files), is_training, seed)
-        self.files, self.target_key = files, target_key
-        self.file_names = [file.url for file in files]
+        self.place, self.files, self.images, self.target_key = place, files, images, target_key
+        self.is_training, self.seed = is_training, seed
+        self.shard, self.used = Shard(), images
+        # The loading processes see it, which live longer than an epoch.
+        self._epoch = SharedCount()
+        self._skipped = multiprocessing.Value('q', 0)
         endings = image_suffixes() if input_key is None else input_key.lower().split(';')
         self.kinds = {f'.{ending.strip().lstrip(".")}': IMAGE for ending in endings}
         self.kinds['.json' if target_key else '.cls'] = CLASS
 
     @property
     def is_divisible(self) -> bool:
+        """Return whether several processes can share the images exactly."""
         return all(file.images is not None for file in self.files)
 
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the next pass."""
+        return self._epoch.value
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass."""
+        self._epoch.value = epoch
+
+    def divide(self, shard: Shard, batch_size: int) -> None:
+        """Set the shard of this process in an epoch, which has only whole batches in training.
+
+        Args:
+            batch_size: Images per update, over all processes.
+
+        Raises:
+            ValueError: the batch is larger than the data set, or several processes cannot share the images exactly.
+        """
+        if self.is_training and batch_size > self.images:
+            raise ValueError(
+                f'batch_size must be in [1, {self.images}], the number of training images, got {batch_size}'
+            )
+        if shard.world_size > 1 and not self.is_divisible:
+            raise ValueError(
+                f'expected one process for {self.place}, which does not say how many images each of its files has, got '
+                f'{shard.world_size}; shard_lengths in {INFO_FILES[0]}, the number of images of each file, let '
+                'several processes divide them'
+            )
+        self.shard = shard
+        self.used = self.images // batch_size * batch_size if self.is_training else self.images
+
+    def limit_workers(self, number: int) -> int:
+        """Return how many of a number of loading processes can have a file each, and log if they are fewer."""
+        files = max(len(self.files) // self.shard.world_size, 1)
+        if number > files and self.shard.rank == 0:
+            _logger.warning(
+                '%d instead of data.num_workers=%d processes read %s: each needs a file of its own, and it has %d',
+                files,
+                number,
+                self.place,
+                len(self.files),
+            )
+        return min(number, files)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Return the position in an epoch of the first image of this process, and that after its last one."""
+        rank, size = self.shard.rank, self.shard.world_size
+        return self.used * rank // size, self.used * (rank + 1) // size
+
+    def __len__(self) -> int:
+        first, end = self.bounds
+        return end - first
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        for index, (image, label) in enumerate(self._read()):
+            target = label if self.target_transform is None else self.target_transform(label)
+            yield image if self.transform is None else self._transformed(image, index), target
+
+    def _transformed(self, image: Any, index: int) -> Any:
+        if not self.is_training:
+            return self.transform(image)
+        with restored_generators():
+            seed_generators(derive_seed(SAMPLE, self.seed, self.epoch, self.shard.rank, this_worker()[0], index))
+            return self.transform(image)
+
+    def _decode(self, samples: Iterator[Sample]) -> Iterator[tuple[Any, int]]:
+        for name, file, label in samples:
+            try:
+                image = open_image(file, name)
+            except CorruptImageError as error:
+                self.report(error)
+            else:
+                yield image, _as_class(label, name)
+
+    def skip_corrupt(self, instead: str) -> None:
+        """Leave out images that cannot be decoded and what cannot be read of a shard; name each once."""
+        self._named = new_flags(NUM_FLAGS)
+
+    @property
+    def skipped(self) -> int:
+        """Return the number of images that the loading processes have skipped since `forget_skipped`."""
+        return self._skipped.value
+
+    def forget_skipped(self) -> None:
+        self._skipped.value = 0
+
+    def report(self, error: CorruptImageError, images: int = 1) -> None:
+        """Raise an error, or, where images are skipped, count them and log it once.
+
+        Args:
+            images: Number of images that are lost by it; at most so many if it is unknown.
+        """
+        if self._named is None:
+            raise CorruptImageError(f'{error}; {REMEDY}') from error
+        with self._skipped.get_lock():
+            self._skipped.value += images
+        # Images have no number here. Two of them may share a flag; their count is reported all the same. The cause
+        # may be told in other words in the next epoch.
+        flag = zlib.crc32(str(error).partition(': ')[0].encode()) % NUM_FLAGS
+        if not self._named[flag]:
+            self._named[flag] = True
+            _logger.warning('skipped: %s', error)
+
     def _read(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the images of this process and their classes."""
         samples = self._samples()
         if self.is_training:
             worker, _ = this_worker()
@@ -194,6 +332,38 @@ class WebDataset(Stream):
                 f'expected the field data.target_key, {self.target_key}, in {name}, got {", ".join(fields)}'
             )
         return get_field(fields, self.target_key)
+
+
+def this_worker() -> tuple[int, int]:
+    """Return the index of this loading process and the number of them."""
+    worker = get_worker_info()
+    return (0, 1) if worker is None else (worker.id, worker.num_workers)
+
+
+def split_name_and_count(split: str) -> tuple[str, int]:
+    """Return the name of a split and the number of its images after the last `|`, 0 without one.
+
+    Raises:
+        ValueError: something else comes after it.
+    """
+    name, mark, count = split.rpartition('|')
+    if not mark:
+        return split, 0
+    if not count.isdecimal():
+        raise ValueError(
+            f'expected a number after | in the name of a split, such as train|1000, got {count!r} in {split}'
+        )
+    return name, int(count)
+
+
+def _as_class(label: Any, name: str) -> int:
+    try:
+        number = int(label)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or (number != label and not isinstance(label, (str, bytes))):
+        raise ValueError(f'expected a whole number as the class of {name}, got {label!r}')
+    return number
 
 
 def require_webdataset() -> Any:

@@ -32,7 +32,7 @@ from aft_vision.data import (
     create_loaders,
 )
 from aft_vision.data.datasets import open_eval_split, open_train_split
-from aft_vision.data.streams import Stream
+from aft_vision.data.shards import WebDataset
 
 require_ffcv()
 
@@ -424,12 +424,9 @@ def test_a_path_of_another_kind_and_a_stream_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r'ends in \.beton, got .*train\.ffcv'):
         write_beton(split, tmp_path / 'train.ffcv')
 
-    class AsStream(Stream):
-        def _read(self):
-            return iter(split.dataset)
-
+    stream = WebDataset('', [], 1, None, None, is_training=False, seed=0)
     with pytest.raises(ValueError, match='at random positions, got a stream'):
-        write_beton(dataclasses.replace(split, dataset=AsStream('', 1, 1, False, 0)), tmp_path / 'train.beton')
+        write_beton(dataclasses.replace(split, dataset=stream), tmp_path / 'train.beton')
 
 
 @pytest.mark.parametrize(
