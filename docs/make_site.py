@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import get_type_hints, is_typeddict
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / 'build' / 'pages'
@@ -117,12 +116,7 @@ def signature(name: str, value: Callable[..., object]) -> str:
     """Return a signature, with one argument per line if it is long."""
     if inspect.isclass(value) and issubclass(value, Exception):
         return f'class {name}'
-    if is_typeddict(value):
-        kind = inspect.Parameter.KEYWORD_ONLY
-        hints = get_type_hints(value)
-        found = inspect.Signature([inspect.Parameter(key, kind, annotation=hint) for key, hint in hints.items()])
-    else:
-        found = inspect.signature(value)
+    found = inspect.signature(value)
     line = tidy_types(f'{name}{found}')
     if len(line) <= 100:
         return line

@@ -27,10 +27,8 @@ EXAMPLE = 'configs/smoke/char.yaml'
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
-from torch.utils.data import DataLoader
-
 from aft_vision.commandline import run_command
-from aft_vision.data import VOCABULARIES, char_eval_loader, char_train_loader, read_text
+from aft_vision.data import VOCABULARIES, EvalDataset, WindowDataset, read_text
 from train.distributed import World
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import CharConfig
@@ -50,14 +48,11 @@ class CharSequences(SequenceData):
         self.facts = {'vocabulary': config.data.vocabulary}
         self.measure += f' (context {self.length}, stride {config.data.eval_stride or self.length})'
 
-    def train_loader(self) -> DataLoader:
-        size, seed = self.config.data.batch_size, self.config.run.seed
-        return char_train_loader(self.text.train, self.length, size, seed=seed, **self.train_options())
+    def train_data(self) -> WindowDataset:
+        return WindowDataset(self.text.train, self.length, self.config.run.seed)
 
-    def eval_loader(self, split: str) -> DataLoader:
-        stride = self.config.data.eval_stride
-        part = getattr(self.text, split)
-        return char_eval_loader(part, self.length, self.eval_batch_size, stride=stride, **self.options())
+    def eval_data(self, split: str) -> EvalDataset:
+        return EvalDataset(getattr(self.text, split), self.length, self.config.data.eval_stride)
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:

@@ -25,10 +25,8 @@ EXAMPLE = 'configs/smoke/pixel.yaml'
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
-from torch.utils.data import DataLoader
-
 from aft_vision.commandline import run_command
-from aft_vision.data import pixel_eval_loader, pixel_train_loader, read_cifar10
+from aft_vision.data import EvalDataset, PixelDataset, images_to_tokens, read_cifar10
 from aft_vision.data.pixels import TOKENS
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import PixelConfig
@@ -41,13 +39,12 @@ class PixelSequences(SequenceData):
     name, unit, bits_unit = 'pixel', 'images', 'bits/dim'
     length, vocab_size = TOKENS, 256
 
-    def train_loader(self) -> DataLoader:
-        config, images = self.config, read_cifar10(self.config.data.dir, 'train')
-        seed, size = config.run.seed, config.data.batch_size
-        return pixel_train_loader(images, config.augment, size, seed=seed, **self.train_options())
+    def train_data(self) -> PixelDataset:
+        config = self.config
+        return PixelDataset(read_cifar10(config.data.dir, 'train'), config.augment, config.run.seed)
 
-    def eval_loader(self, split: str) -> DataLoader:
-        return pixel_eval_loader(read_cifar10(self.config.data.dir, split), self.eval_batch_size, **self.options())
+    def eval_data(self, split: str) -> EvalDataset:
+        return EvalDataset(images_to_tokens(read_cifar10(self.config.data.dir, split)).reshape(-1), TOKENS)
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:

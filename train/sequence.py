@@ -13,7 +13,14 @@ from timm.task import ClassificationTask
 from timm.utils import random_seed
 from torch.utils.data import DataLoader
 
-from aft_vision.data import LoaderOptions, Loaders, TrainLoaderOptions
+from aft_vision.data import (
+    EvalDataset,
+    Loaders,
+    PixelDataset,
+    WindowDataset,
+    sequence_eval_loader,
+    sequence_train_loader,
+)
 from aft_vision.files import write_json
 from aft_vision.likelihood import BitsEvaluator, evaluate_bits, sequence_loss
 from aft_vision.models.checkpoint import load_matching_state_dict, read_checkpoint
@@ -84,7 +91,7 @@ class Likelihood(Objective):
 
 
 class SequenceData(ABC):
-    """Loaders of an experiment's data, for one of its processes.
+    """The data of an experiment and their loaders, for one of its processes.
 
     Attributes:
         name: Name of the kind of data; runs are in this folder of `runs/`.
@@ -108,26 +115,26 @@ class SequenceData(ABC):
         self.config, self.world, self.measure = config, world, self.bits_unit
 
     @abstractmethod
-    def train_loader(self) -> DataLoader:
-        """Build the loader of training sequences, as tokens and targets."""
+    def train_data(self) -> PixelDataset | WindowDataset:
+        """Return the training sequences."""
 
     @abstractmethod
+    def eval_data(self, split: str) -> EvalDataset:
+        """Return the sequences of a split."""
+
+    def train_loader(self) -> DataLoader:
+        """Build the loader of training sequences, as tokens and targets."""
+        pin, options = self.world.device.type == 'cuda', self._options()
+        data, seed = self.config.data, self.config.run.seed
+        return sequence_train_loader(self.train_data(), data.batch_size, seed=seed, pin_memory=pin, **options)
+
     def eval_loader(self, split: str) -> DataLoader:
         """Build the loader of this process's sequences of a split."""
+        size = self.config.data.eval_batch_size or self.config.check_batch_size(self.world.size)
+        return sequence_eval_loader(self.eval_data(split), size, **self._options())
 
-    def options(self) -> LoaderOptions:
-        """Return the arguments that all loaders share."""
-        shard = self.world.shard(self.config.optim.accumulate)
-        return {'shard': shard, 'num_workers': self.config.data.num_workers}
-
-    def train_options(self) -> TrainLoaderOptions:
-        """Return the arguments of the training loader except its data and seed."""
-        return {**self.options(), 'pin_memory': self.world.device.type == 'cuda'}
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Return the number of sequences in a batch of the evaluation."""
-        return self.config.data.eval_batch_size or self.config.check_batch_size(self.world.size)
+    def _options(self) -> dict[str, Any]:
+        return {'shard': self.world.shard(self.config.optim.accumulate), 'num_workers': self.config.data.num_workers}
 
 
 def build_sequence_model(config: SequenceExperiment, data: SequenceData, **more: Any) -> AFTDecoder:

@@ -10,11 +10,10 @@ from aft_vision.data.pixels import PixelAugmentation, images_to_tokens, read_cif
 from aft_vision.data.sampling import STEP, Draw, Shard, SizeSchedule, derive_seed
 from aft_vision.data.sequences import (
     IGNORED,
-    LoaderOptions,
-    TrainLoaderOptions,
-    char_eval_loader,
-    char_train_loader,
-    pixel_eval_loader,
-    pixel_train_loader,
+    EvalDataset,
+    PixelDataset,
+    WindowDataset,
+    sequence_eval_loader,
+    sequence_train_loader,
     sliding_windows,
 )

@@ -1,8 +1,5 @@
 """Loaders of sequences of sub-pixels and characters; random in training, exact in evaluation."""
 
-from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
-
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -13,19 +10,6 @@ from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Shard, derive_s
 
 # The target of a token that does not count, as in torch's cross-entropy.
 IGNORED = -100
-
-
-class LoaderOptions(TypedDict, total=False):
-    """Options of every loader: the shard of this process, all by default, and `num_workers` of the DataLoader."""
-
-    shard: Shard | None
-    num_workers: int
-
-
-class TrainLoaderOptions(LoaderOptions, total=False):
-    """Options of a loader for training: also `pin_memory` of the DataLoader."""
-
-    pin_memory: bool
 
 
 class PixelDataset(Dataset):
@@ -73,16 +57,16 @@ class WindowDataset(Dataset):
 
 
 class EvalDataset(Dataset):
-    """Windows of a text for evaluation, each with the position of its first token that counts.
+    """Windows of a text for evaluation, placed by `sliding_windows`, each with its first token that counts.
 
     Args:
         text: (n,) uint8.
-        windows: (start, first that counts) of each window, from `sliding_windows`.
         context: Tokens in a window.
+        stride: As in `sliding_windows`.
     """
 
-    def __init__(self, text: np.ndarray, windows: Sequence[tuple[int, int]], context: int) -> None:
-        self.text, self.windows, self.context = text, windows, context
+    def __init__(self, text: np.ndarray, context: int, stride: int | None = None) -> None:
+        self.text, self.windows, self.context = text, sliding_windows(len(text), context, stride), context
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         start, first = self.windows[index]
@@ -120,66 +104,30 @@ def sliding_windows(length: int, context: int, stride: int | None = None) -> lis
     return windows
 
 
-def pixel_train_loader(
-    images: np.ndarray,
-    augment: PixelAugmentation,
-    batch_size: int,
-    *,
-    seed: int = 0,
-    **options: Unpack[TrainLoaderOptions],
-) -> DataLoader:
-    """Build the loader of the training images: tokens (B, 3072) twice, as inputs and as targets, int64.
-
-    Args:
-        images: (N, 32, 32, 3) uint8.
-        batch_size: Images per update, over all processes and accumulation steps; B is this divided by their number.
-
-    Raises:
-        ValueError: there are fewer images than that, or they cannot be divided evenly.
-    """
-    return _train_loader(PixelDataset(images, augment, seed), batch_size, seed, **options)
-
-
-def char_train_loader(
-    text: np.ndarray, context: int, batch_size: int, *, seed: int = 0, **options: Unpack[TrainLoaderOptions]
-) -> DataLoader:
-    """Build the loader of windows of the training text (n,): tokens (B, context) twice; otherwise as for pixels.
-
-    Raises:
-        ValueError: the text has fewer windows than an update, or they cannot be divided evenly.
-    """
-    return _train_loader(WindowDataset(text, context, seed), batch_size, seed, **options)
-
-
-def pixel_eval_loader(images: np.ndarray, batch_size: int, **options: Unpack[LoaderOptions]) -> DataLoader:
-    """Build the loader of the images of this process, each once: tokens (B, 3072) twice."""
-    tokens = images_to_tokens(images)
-    return char_eval_loader(tokens.reshape(-1), tokens.shape[1], batch_size, **options)
-
-
-def char_eval_loader(
-    text: np.ndarray, context: int, batch_size: int, *, stride: int | None = None, **options: Unpack[LoaderOptions]
-) -> DataLoader:
-    """Build the loader of this process's windows of a text (n,), placed by `sliding_windows`; otherwise as for pixels.
-
-    Targets that another window counts are -100.
-    """
-    windows = sliding_windows(len(text), context, stride)
-    return _eval_loader(EvalDataset(text, windows, context), batch_size, **options)
-
-
 def _generator(seed: int, draw: Draw) -> np.random.Generator:
     return np.random.default_rng(derive_seed(SAMPLE, seed, draw.epoch, draw.image, draw.repeat))
 
 
-def _train_loader(
-    dataset: Any,
+def sequence_train_loader(
+    dataset: PixelDataset | WindowDataset,
     batch_size: int,
-    seed: int,
+    *,
+    seed: int = 0,
     shard: Shard | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
+    """Build the loader of training sequences: tokens (B, T) int64 twice, as inputs and as targets.
+
+    Args:
+        batch_size: Sequences per update, over all processes and accumulation steps; B is this divided by their number.
+        seed: Of the order.
+        shard: Shard of this process; everything by default.
+        num_workers, pin_memory: Of the DataLoader.
+
+    Raises:
+        ValueError: there are fewer sequences than that, or they cannot be divided evenly.
+    """
     shard = shard or Shard()
     return DataLoader(
         dataset,
@@ -193,12 +141,10 @@ def _train_loader(
     )
 
 
-def _eval_loader(
-    dataset: Any,
-    batch_size: int,
-    shard: Shard | None = None,
-    num_workers: int = 0,
+def sequence_eval_loader(
+    dataset: EvalDataset, batch_size: int, *, shard: Shard | None = None, num_workers: int = 0
 ) -> DataLoader:
+    """Build the loader of this process's windows, each once; targets that another window counts are -100."""
     return DataLoader(
         (shard or Shard()).of_evaluation(dataset),
         batch_size=batch_size,

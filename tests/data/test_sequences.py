@@ -6,13 +6,14 @@ import torch
 
 from aft_vision.data import (
     IGNORED,
+    EvalDataset,
     PixelAugmentation,
+    PixelDataset,
     Shard,
-    char_eval_loader,
-    char_train_loader,
+    WindowDataset,
     images_to_tokens,
-    pixel_eval_loader,
-    pixel_train_loader,
+    sequence_eval_loader,
+    sequence_train_loader,
     sliding_windows,
 )
 
@@ -26,7 +27,7 @@ def epoch(loader, number: int = 0, first_update: int = 0) -> list[torch.Tensor]:
 
 
 def test_windows_are_contiguous_and_everywhere_and_an_epoch_is_one_pass():
-    loader = char_train_loader(TEXT, 16, 4)
+    loader = sequence_train_loader(WindowDataset(TEXT, 16, 0), 4)
     windows = torch.cat(epoch(loader))
     assert windows.shape == (60, 16)
     assert windows.dtype == torch.int64
@@ -40,7 +41,7 @@ def test_windows_are_contiguous_and_everywhere_and_an_epoch_is_one_pass():
 
 
 def test_windows_reach_both_ends_of_the_text():
-    loader = char_train_loader(TEXT[:20], 16, 1)
+    loader = sequence_train_loader(WindowDataset(TEXT[:20], 16, 0), 1)
     starts = {int(tokens[0, 0]) for number in range(60) for tokens in epoch(loader, number)}
     assert starts == {0, 1, 2, 3, 4}
 
@@ -49,9 +50,9 @@ def test_windows_reach_both_ends_of_the_text():
 def test_a_sample_depends_on_the_seed_and_its_place_in_the_run_alone(kind):
     def make(seed: int = 0, **options: Any) -> list[torch.Tensor]:
         if kind == 'char':
-            loader = char_train_loader(TEXT, 16, 4, seed=seed, **options)
+            loader = sequence_train_loader(WindowDataset(TEXT, 16, seed), 4, seed=seed, **options)
         else:
-            loader = pixel_train_loader(IMAGES, PixelAugmentation(), 4, seed=seed, **options)
+            loader = sequence_train_loader(PixelDataset(IMAGES, PixelAugmentation(), seed), 4, seed=seed, **options)
         return epoch(loader, 3)
 
     whole = make()
@@ -66,7 +67,7 @@ def test_a_sample_depends_on_the_seed_and_its_place_in_the_run_alone(kind):
 
 
 def test_an_epoch_goes_on_at_any_update_and_the_next_is_another():
-    loader = char_train_loader(TEXT, 16, 4)
+    loader = sequence_train_loader(WindowDataset(TEXT, 16, 0), 4)
     whole = epoch(loader, 2)
     assert all(torch.equal(a, b) for a, b in zip(whole[7:], epoch(loader, 2, first_update=7), strict=True))
     assert not torch.equal(whole[0], epoch(loader, 3)[0])
@@ -74,11 +75,11 @@ def test_an_epoch_goes_on_at_any_update_and_the_next_is_another():
 
 def test_training_images_are_augmented_and_those_of_the_evaluation_are_not():
     plain = images_to_tokens(IMAGES)
-    loader = pixel_train_loader(IMAGES, PixelAugmentation(), 4)
+    loader = sequence_train_loader(PixelDataset(IMAGES, PixelAugmentation(), 0), 4)
     assert not any((torch.cat(epoch(loader)).numpy() == row).all(1).any() for row in plain[:2])
-    still = pixel_train_loader(IMAGES, PixelAugmentation(hflip=0, shift=0), 4)
+    still = sequence_train_loader(PixelDataset(IMAGES, PixelAugmentation(hflip=0, shift=0), 0), 4)
     assert {row.tobytes() for row in torch.cat(epoch(still)).byte().numpy()} == {row.tobytes() for row in plain}
-    tokens, targets = next(iter(pixel_eval_loader(IMAGES, 12)))
+    tokens, targets = next(iter(sequence_eval_loader(EvalDataset(plain.reshape(-1), 3072), 12)))
     assert torch.equal(tokens, targets)
     np.testing.assert_array_equal(tokens.numpy(), plain)
 
@@ -110,20 +111,21 @@ def test_a_stride_out_of_range_is_rejected(stride):
 def test_processes_share_the_windows_and_count_each_character_once():
     text, found = TEXT[:101], []
     for rank in range(3):
-        for tokens, targets in char_eval_loader(text, 16, 2, stride=5, shard=Shard(rank, 3)):
+        for tokens, targets in sequence_eval_loader(EvalDataset(text, 16, 5), 2, shard=Shard(rank, 3)):
             assert torch.equal(targets[targets != IGNORED], tokens[targets != IGNORED])
             found += targets[targets != IGNORED].tolist()
     assert sorted(found) == sorted(text.tolist())
 
 
 def test_processes_share_the_images_of_an_evaluation():
-    loaders = [pixel_eval_loader(IMAGES[:7], 2, shard=Shard(rank, 3)) for rank in range(3)]
+    images = EvalDataset(images_to_tokens(IMAGES[:7]).reshape(-1), 3072)
+    loaders = [sequence_eval_loader(images, 2, shard=Shard(rank, 3)) for rank in range(3)]
     found = torch.cat([tokens for loader in loaders for tokens, _ in loader])
     assert sorted(found.tolist()) == sorted(images_to_tokens(IMAGES[:7]).tolist())
 
 
 def test_a_text_shorter_than_a_window_and_a_batch_larger_than_the_data_are_rejected():
     with pytest.raises(ValueError, match=r'at least 16 characters to train on, .*, got 15'):
-        char_train_loader(TEXT[:15], 16, 1)
+        WindowDataset(TEXT[:15], 16, 0)
     with pytest.raises(ValueError, match=r'batch_size must be in \[1, 12\], .*, got 13'):
-        pixel_train_loader(IMAGES, PixelAugmentation(), 13)
+        sequence_train_loader(PixelDataset(IMAGES, PixelAugmentation(), 0), 13)

@@ -14,7 +14,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from aft_vision.data import STEP, Loaders, char_eval_loader, char_train_loader, derive_seed
+from aft_vision.data import (
+    STEP,
+    EvalDataset,
+    Loaders,
+    WindowDataset,
+    derive_seed,
+    sequence_eval_loader,
+    sequence_train_loader,
+)
 from aft_vision.models.decoders import create_decoder
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError
@@ -54,8 +62,11 @@ def make_state(model: nn.Module | None = None, **sections: object) -> TrainState
     return create_sequence_state(model or make_model(), make_config(**sections), UPDATES, objective, HERE)
 
 
-def make_loaders(batch_size: int = 4) -> Loaders:
-    return Loaders(char_train_loader(TEXT[:640], 16, batch_size), char_eval_loader(TEXT[640:], 16, 4, stride=8), [])
+def make_loaders(
+    batch_size: int = 4, train: np.ndarray = TEXT[:640], valid: np.ndarray = TEXT[640:], stride: int = 8
+) -> Loaders:
+    windows = WindowDataset(train, 16, seed=0), EvalDataset(valid, 16, stride)
+    return Loaders(sequence_train_loader(windows[0], batch_size), sequence_eval_loader(windows[1], 4), [])
 
 
 def make_batches(count: int) -> list[torch.Tensor]:
@@ -165,7 +176,7 @@ def test_fit_writes_bits_and_keeps_the_lowest(tmp_path, monkeypatch):
 def test_a_run_learns_what_follows_from_what(tmp_path, capsys):
     # Each character follows from the one before it.
     text = (np.arange(700) % 7).astype(np.uint8)
-    loaders = Loaders(char_train_loader(text, 16, 4), char_eval_loader(text, 16, 4), [])
+    loaders = make_loaders(4, text, text, 16)
     state = make_state(
         make_model(dropout=0.0), optim=OptimizerConfig(lr=2e-2), schedule=SequenceSchedule(epochs=5, warmup_updates=10)
     )
