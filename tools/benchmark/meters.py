@@ -15,6 +15,8 @@ from torch._C._profiler import _EventType
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
+from aft_vision.devices import peak_memory_mb
+
 # Before its first use, so that libkineto does not announce every start and stop on standard error.
 os.environ.setdefault('KINETO_LOG_LEVEL', '6')
 
@@ -55,11 +57,11 @@ def peak_resident(call: Callable[[], object]) -> int | None:
         ctypes.CDLL(None).malloc_trim(0)
         # 5 sets the peak to the present.
         Path('/proc/self/clear_refs').write_text('5')
-        before = _status_bytes('VmRSS')
     except (OSError, AttributeError):
         return None
+    before = peak_memory_mb('cpu')
     call()
-    return max(0, _status_bytes('VmHWM') - before)
+    return round(2**20 * (peak_memory_mb('cpu') - before))
 
 
 def saved_memory(call: Callable[[], object], leave_out: Iterable[torch.Tensor] = ()) -> int:
@@ -85,12 +87,6 @@ def saved_memory(call: Callable[[], object], leave_out: Iterable[torch.Tensor] =
     with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
         call()
     return sum(storage.nbytes() for storage in kept.values())
-
-
-def _status_bytes(name: str) -> int:
-    """Return a size from the status of this process."""
-    lines = Path('/proc/self/status').read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f'{name}:'))
 
 
 def _allocations(call: Callable[[], object]) -> list[tuple[int, int]]:
