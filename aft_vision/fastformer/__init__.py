@@ -4,6 +4,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModel
 
 from .config import PRESETS, FastformerConfig, Preset
 from .conversion import FastformerConversionConfig, FastformerForConversion
+from .convert import convert_notebook_state_dict
 from .encoder import ENCODERS, create_encoder, register_encoder
 from .hierarchy import FastformerHierarchyConfig
 from .modeling import FastformerForSequenceClassification, FastformerModel, FastformerPreTrainedModel
@@ -36,6 +37,7 @@ __all__ = [
     'FastformerNewsConfig',
     'FastformerPreTrainedModel',
     'Preset',
+    'convert_notebook_state_dict',
     'create_encoder',
     'register_encoder',
 ]

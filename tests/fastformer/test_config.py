@@ -1,11 +1,9 @@
 """The configuration's defaults and refusals, and the presets against Table 9."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from aft_vision.fastformer import (
     ENCODERS,
@@ -149,11 +147,3 @@ def test_fields_that_from_pretrained_sets_are_checked(tmp_path, fields: dict[str
     FastformerForConditionalGeneration(FastformerConfig(**small)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         FastformerForConditionalGeneration.from_pretrained(tmp_path, **fields)
-
-
-def test_the_recipe_of_the_authors_notebook_has_its_model():
-    recipe = yaml.safe_load((Path(__file__).parents[2] / 'configs' / 'fastformer' / 'ag_news.yaml').read_text())
-    config = FastformerConfig(**{'vocab_size': 20, 'num_labels': 4, **recipe['model']})
-    assert (config.score, config.share_layers, config.initializer_range) == ('dense', False, 0.02)
-    assert config.embedding_size == config.pooling_hidden_size == config.intermediate_size == config.hidden_size == 256
-    assert recipe['schedule']['epochs'] == 2
