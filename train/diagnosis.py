@@ -1,6 +1,8 @@
 """Diagnosis of a loss that is not finite."""
 
 import copy
+import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,11 @@ from typing import Any
 import torch
 from timm.data.loader import PrefetchLoader
 from timm.data.naflex_loader import NaFlexPrefetchLoader
+from torch import nn
 
 from aft_vision.data import Draw
 from aft_vision.files import write_json
+from aft_vision.layers import AFTMixer
 from train.objective import Batch
 from train.state import TrainState
 
@@ -25,12 +29,14 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     Randomness is a function of the update, so the images and their random changes are the same.
 
     Args:
-        loader: The training loader. A streamed data set cannot be read again, so only weights are reported.
+        loader: The training loader. A streamed data set cannot be read again, so only weights and position biases are
+            reported.
         loss: The loss that was not finite.
 
     Returns:
-        The JSON file: `images` or `windows` (indices into the data set), the first `layer` with an output that is not
-        finite ('' for the images), and `weights` that are not finite.
+        The JSON file: `images`, `windows` or `sequences` (indices into the data set), the first `layer` with an output
+        that is not finite ('' for the images), `weights` that are not finite, and the ranges of `keys` and position
+        `biases`.
     """
     reached = state.progress
     world = state.world
@@ -44,10 +50,11 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     for module, values in state.task.get_task_state().items():
         trained |= {f'{module}.{name}': x for name, x in values.items()}
     found['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
+    found['biases'] = _strict({name: _range(bias) for name, bias in _biases(state.model).items()})
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(reached.updates_of_epoch)
         found[state.objective.unit] = [draw.image for draw in draws]
-        found['layer'] = _find_layer(state, _micro_batches(loader, draws, state.optim.accumulate))
+        found |= _run_with_hooks(state, _micro_batches(loader, draws, state.optim.accumulate))
     path = folder / f'nonfinite-{reached.updates + 1}-rank{world.rank}.json'
     write_json(path, found)
     return path
@@ -71,18 +78,26 @@ def _samples(dataset: Any, draws: Sequence[Draw]) -> list[Any]:
 
 
 @torch.no_grad()
-def _find_layer(state: TrainState, micro_batches: Iterable[Batch]) -> str | None:
-    """Run the micro-batches of an update, and return the first layer that fails."""
+def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[str, Any]:
+    """Run the micro-batches of an update, and record the first layer that fails and the ranges of the keys."""
     layers: list[str] = []
+    keys: dict[str, list[float]] = {}
 
     def note(name: str, output: Any) -> None:
         if not layers and isinstance(output, torch.Tensor) and not output.isfinite().all():
             layers.append(name)
 
-    hooks = [
-        module.register_forward_hook(lambda m, args, y, name=name: note(name, y))
-        for name, module in state.model.named_modules()
-    ]
+    def note_keys(name: str, mixer: AFTMixer, output: torch.Tensor) -> None:
+        low, high = _range(output.split(mixer.split_sizes, dim=-1)[-2])
+        before = keys.get(name, [low, high])
+        keys[name] = [min(before[0], low), max(before[1], high)]
+
+    hooks = []
+    for name, module in state.model.named_modules():
+        hooks.append(module.register_forward_hook(lambda m, args, y, name=name: note(name, y)))
+        if isinstance(module, AFTMixer):
+            keys_of = functools.partial(note_keys, name, module)
+            hooks.append(module.qkv.register_forward_hook(lambda m, args, y, keys_of=keys_of: keys_of(y)))
     try:
         for index, batch in enumerate(micro_batches):
             x, _ = state.prepare_micro_batch(index, batch)
@@ -92,4 +107,25 @@ def _find_layer(state: TrainState, micro_batches: Iterable[Batch]) -> str | None
     finally:
         for hook in hooks:
             hook.remove()
-    return layers[0] if layers else None
+    return {'layer': layers[0] if layers else None, 'keys': _strict(keys)}
+
+
+@torch.no_grad()
+def _biases(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, AFTMixer):
+            learned = module.learned_bias()
+            bias = module.evaluated_bias() if learned is None else learned
+            if bias is not None:
+                found[name] = bias
+    return found
+
+
+def _range(x: torch.Tensor) -> list[float]:
+    return [x.min().item(), x.max().item()]
+
+
+def _strict(ranges: dict[str, list[float]]) -> dict[str, list[float | str]]:
+    # JSON has no numbers for what is not finite.
+    return {name: [x if math.isfinite(x) else str(x) for x in bounds] for name, bounds in ranges.items()}

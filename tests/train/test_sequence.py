@@ -273,6 +273,7 @@ def test_an_update_that_is_not_finite_is_diagnosed_with_its_windows_and_layer(tm
     assert found['weights'] == ['blocks.1.mlp.fc1.weight']
     loaders.set_epoch(0)
     assert found['windows'] == [draw.image for draw in loaders.train.sampler][:4]
+    assert set(found['keys']) == set(found['biases']) == {'blocks.0.attn', 'blocks.1.attn'}
 
 
 def test_a_transformer_that_is_not_finite_is_diagnosed_too(tmp_path):
