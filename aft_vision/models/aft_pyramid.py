@@ -12,9 +12,9 @@ Importing this module registers the `aft_pyramid_*` models.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -176,13 +176,26 @@ class AFTPyramid(nn.Module):
         # An export reads it.
         self.stride = STRIDE
         self.stem = FusibleConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
-        conv = partial(FusibleEdgeResidual, exp_ratio=expand_ratio, act_layer=act_layer, **dd)
+        conv: Any = partial(FusibleEdgeResidual, exp_ratio=expand_ratio, act_layer=act_layer, **dd)
         block_args: dict[str, Any] = dict(mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, init_values=init_values, **dd)
         block_args |= dict(proj_drop=proj_drop_rate, act_layer=get_act_layer(act_layer))
         stage_args = [dict(args, mixer=mixer, query_gate=query_gate) for args in stage_args]
-        make_block = _BlockFactory(attention_blocks, stage_args, block_args)
         rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        self.stages = _make_stages((stem_dim, *dims), rates, conv, make_block)
+        stages: list[nn.Module] = []
+        for stage, (width, dim) in enumerate(itertools.pairwise((stem_dim, *dims))):
+            if stage < CONV_STAGES:
+                first, *others = rates[stage]
+                halving = conv(width, dim, stride=2, drop_path_rate=first)
+                stages.append(ConvStage([halving, *(conv(dim, dim, drop_path_rate=rate) for rate in others)]))
+                continue
+            blocks = [
+                AttentionBlock(dim, attention_heads(dim), drop_path=rate, **block_args)
+                if place in attention_blocks
+                else AFTBlock(dim, drop_path=rate, **stage_args[stage - CONV_STAGES], **block_args)
+                for place, rate in enumerate(rates[stage], sum(depths[:stage]))
+            ]
+            stages.append(AFTStage(conv(width, dim, stride=2), blocks))
+        self.stages = nn.Sequential(*stages)
         self.feature_info: list[dict[str, Any]] = [
             dict(num_chs=dim, reduction=2 * stride, module=f'stages.{index}')
             for index, (dim, stride) in enumerate(zip(dims, STRIDES, strict=True))
@@ -317,54 +330,6 @@ class AFTPyramid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute logits (B, classes) of images (B, 3, H, W)."""
         return self.forward_head(self.forward_features(x))
-
-
-class _BlockFactory(NamedTuple):
-    """Builds the blocks of the last two stages: a mixer, or softmax attention.
-
-    Attributes:
-        attention_blocks: blocks with softmax attention, counted from 0 through all stages.
-        mixer_args: the mixer and its arguments in each of the two stages.
-        block_args: arguments of either block.
-    """
-
-    attention_blocks: Sequence[int]
-    mixer_args: Sequence[dict[str, Any]]
-    block_args: dict[str, Any]
-
-    def __call__(self, dim: int, stage: int, place: int, drop_path: float) -> AFTBlock | AttentionBlock:
-        block_args = dict(self.block_args, drop_path=drop_path)
-        if place in self.attention_blocks:
-            return AttentionBlock(dim, attention_heads(dim), **block_args)
-        return AFTBlock(dim, **self.mixer_args[stage - CONV_STAGES], **block_args)
-
-
-def _make_stages(
-    widths: Sequence[int],
-    rates: Sequence[Sequence[float]],
-    conv: Callable[..., nn.Module],
-    make_block: _BlockFactory,
-) -> nn.Sequential:
-    """Build the stages.
-
-    Args:
-        widths: channels of the stem and of each stage.
-        rates: stochastic-depth rates of the blocks of each stage.
-        conv: builds a fused MBConv.
-        make_block: builds a block that mixes tokens.
-    """
-    stages: list[nn.Module] = []
-    for stage, (width, dim) in enumerate(itertools.pairwise(widths)):
-        if stage < CONV_STAGES:
-            first, *others = rates[stage]
-            blocks = [conv(width, dim, stride=2, drop_path_rate=first)]
-            blocks += [conv(dim, dim, drop_path_rate=rate) for rate in others]
-            stages.append(ConvStage(blocks))
-        else:
-            start = sum(map(len, rates[:stage]))
-            blocks = [make_block(dim, stage, place, rate) for place, rate in enumerate(rates[stage], start)]
-            stages.append(AFTStage(conv(width, dim, stride=2), blocks))
-    return nn.Sequential(*stages)
 
 
 def _check_arguments(
