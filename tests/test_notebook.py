@@ -44,11 +44,12 @@ def test_the_notebook_trains_a_model_and_writes_its_report(tmp_path, monkeypatch
     # Another one than that of the notebook: every cell follows the setting.
     size = 128
     monkeypatch.chdir(NOTEBOOK.parent)
-    images, experiment = link_photographs(tmp_path / 'images', 2, 1), tmp_path / 'small.yaml'
+    images, experiment = link_photographs(tmp_path / 'images', 6, 2, classes=3), tmp_path / 'small.yaml'
     # A small model, because the report has a picture for each layer and head. The weights are for another one.
     small = 'model: {depth: 1, embed_dim: 16, num_heads: 2, pretrained: false}'
-    short = 'schedule: {min_updates: 0, warmup_epochs: 0}\nrun: {reset_head: false}'
-    experiment.write_text(f'base: {ROOT / EXPERIMENT}\n{small}\n{short}\n')
+    short = 'schedule: {min_updates: 0, warmup_epochs: 0}\nrun: {reset_head: false, throughput_batches: 0}'
+    here = 'data: {num_workers: 0}'
+    experiment.write_text(f'base: {ROOT / EXPERIMENT}\n{small}\n{short}\n{here}\n')
     paths = {'IMAGES': repr(str(images)), 'RUN': repr(str(tmp_path / 'run'))}
     outputs = execute(read_cells(experiment, {'SIZE': str(size), 'EPOCHS': '1', **paths}))
     pyplot.close('all')

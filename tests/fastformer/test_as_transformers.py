@@ -1,11 +1,10 @@
-"""Every text model under the calls of transformers, accelerate, peft, torchao and torch.func."""
+"""Every text model under the calls of transformers, peft, torchao and torch.func."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from helpers import assert_close, generator, randn
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
@@ -121,16 +120,6 @@ def test_every_module_may_be_replaced_by_one_that_can_only_be_called(name: str):
 
 
 @every_model
-def test_weights_may_be_offloaded(name: str):
-    model = make_model(name)
-    batch = make_batch(model)
-    expected = predict(model, batch)
-    cpu_offload(model, execution_device='cpu')
-    assert all(p.device.type == 'meta' for p in model.parameters())
-    assert_close(predict(model, batch), expected, 1e-5)
-
-
-@every_model
 def test_a_saved_model_loads_onto_the_disk(tmp_path, name: str):
     model = make_model(name)
     batch = make_batch(model)
@@ -141,13 +130,13 @@ def test_a_saved_model_loads_onto_the_disk(tmp_path, name: str):
 
 
 @every_model
-@pytest.mark.parametrize('reentrant', [False, True], ids=['non-reentrant', 'reentrant'])
-def test_checkpointing_changes_no_gradient(name: str, reentrant: bool):
+def test_checkpointing_changes_no_gradient(name: str):
     gradients = []
     for checkpointing in (False, True):
         model = make_model(name).train()
         if checkpointing:
-            model.gradient_checkpointing_enable({'use_reentrant': reentrant})
+            # The stricter form: inputs given by name would have no gradient.
+            model.gradient_checkpointing_enable({'use_reentrant': True})
         model(**make_batch(model)).loss.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()

@@ -92,23 +92,6 @@ def test_no_behaviour_is_the_zero_vector_with_finite_gradients(mixer: str):
     assert not x.grad[~make_mask(3, 8)].any()
 
 
-@pytest.mark.parametrize('mixer', sorted(ENCODERS))
-def test_padded_behaviours_change_no_user(mixer: str):
-    encoder = make_user_encoder(encoder_mixer=mixer)
-    x, mask = randn(4, 8, C, seed=1), make_mask(4, 8)
-    other = torch.where(mask[..., None], x, randn(4, 8, C, seed=2, scale=50.0))
-    assert_close(encoder(other, mask), encoder(x, mask), 1e-12)
-
-
-@pytest.mark.parametrize('mixer', sorted(ENCODERS))
-def test_every_parameter_has_a_part_in_users_without_a_behaviour(mixer: str):
-    encoder = make_user_encoder(encoder_mixer=mixer).float()
-    encoder(torch.zeros(2, 1, C), torch.zeros(2, 1, dtype=torch.bool)).sum().backward()
-    # Distributed training halts at a parameter without a gradient.
-    assert [name for name, p in encoder.named_parameters() if p.grad is None] == []
-    assert not any(p.grad.any() for p in encoder.parameters())
-
-
 def test_a_batch_without_any_behaviour_has_zero_users():
     assert make_user_encoder()(torch.zeros(2, 0, C).double()).shape == (2, C)
 

@@ -268,7 +268,8 @@ def test_a_row_of_the_paper_names_a_model_and_has_the_figures_of_its_recipe(numb
     assert f'AFT Table {number}, row "' in header
     printed = re.search(r'([\d.]+) iterations/s and ([\d.]+) GB per GPU', header)
     assert (float(printed[1]), float(printed[2])) == (speed, memory_gb)
-    model = table.create_decoder(**yaml.safe_load(text)['model'], device='meta')
+    # One block, for time; all are alike.
+    model = table.create_decoder(**yaml.safe_load(text)['model'] | {'depth': 1}, device='meta')
     assert model.context == size
 
 

@@ -210,13 +210,17 @@ def test_the_last_stage_learns_from_a_softened_teacher_and_the_saved_config_keep
     assert [type(block) for block in load_model(tmp_path / 'b' / 'labels').blocks] == [AFTBlock, AFTBlock]
 
 
-def test_a_classifier_of_the_classes_in_another_order_is_not_copied(arguments, tmp_path, capsys):
+def test_a_copy_has_the_preprocessing_of_the_stages_and_no_classifier_of_classes_in_another_order(
+    arguments, tmp_path, capsys
+):
     teacher = next(a for a in arguments if a.startswith('distill.teacher=')).partition('=')[2]
     vit = load_model(teacher)
     export_model(vit, tmp_path / 'vit', vit.pretrained_cfg['label_names'][::-1])
-    only = ['convert.blocks_epochs=0', 'convert.features_epochs=0', f'run.dir={tmp_path / "run"}']
+    only = ['convert.blocks_epochs=0', 'convert.features_epochs=0', 'data.crop_pct=0.5', f'run.dir={tmp_path / "run"}']
     main([*arguments, f'distill.teacher={tmp_path / "vit"}', *only])
-    copied = load_model(tmp_path / 'run' / 'copy')
+    copied, trained = (load_model(tmp_path / 'run' / name) for name in ('copy', 'labels'))
+    assert copied.pretrained_cfg['crop_pct'] == trained.pretrained_cfg['crop_pct'] == 0.5
+    assert copied.pretrained_cfg['interpolation'] == trained.pretrained_cfg['interpolation']
     assert torch.equal(copied.norm.weight, vit.norm.weight)
     assert not torch.equal(copied.head.weight, vit.head.weight)
     assert 'vit is not copied: expected the classes of the model' in capsys.readouterr().out
@@ -226,14 +230,6 @@ def test_rates_of_a_stage_below_those_of_the_schedule_are_its_own(arguments, tmp
     lower = ['convert.features_epochs=0', 'convert.fine_tune=none', 'convert.blocks_lr=1e-6', 'schedule.min_lr=1e-5']
     main([*arguments, *lower, f'run.dir={tmp_path}'])
     assert load_config(tmp_path / 'blocks' / 'config.yaml').schedule.min_lr == pytest.approx(1e-6 * 20 / 512)
-
-
-def test_the_copy_has_the_preprocessing_of_the_stages(arguments, tmp_path):
-    only = ['convert.blocks_epochs=0', 'convert.features_epochs=0', 'data.crop_pct=0.5', f'run.dir={tmp_path}']
-    main([*arguments, *only])
-    copied, trained = (load_model(tmp_path / name).pretrained_cfg for name in ('copy', 'labels'))
-    assert (copied['crop_pct'], copied['interpolation']) == (trained['crop_pct'], trained['interpolation'])
-    assert copied['crop_pct'] == 0.5
 
 
 def test_a_stage_left_out_is_not_overwritten_without_a_word(arguments, whole, tmp_path):

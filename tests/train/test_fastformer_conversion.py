@@ -65,9 +65,9 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(trained, requests, tmp_p
 
 def test_it_learns_that_users_act_on_ads_of_what_they_did(tmp_path):
     requests = write_behaviors(tmp_path / 'b.jsonl', rows=1000, most=4, topics=4)
-    more = ['run.seeds=[0]', 'data.batch_size=32', 'schedule.epochs=6', 'optim.lr=1e-3', 'model.hidden_dropout_prob=0']
+    more = ['run.seeds=[0]', 'data.batch_size=32', 'schedule.epochs=8', 'optim.lr=1e-3', 'model.hidden_dropout_prob=0']
     more += ['model.hidden_size=64', 'model.num_attention_heads=4']
-    # Over 24 starts it is 0.96 to 1.00.
+    # Of 12 starts, the slowest has 0.91 after six epochs, and 0.95 after all.
     assert main(arguments(requests, tmp_path / 'run', *more))['test_auc']['mean'] > 0.9
 
 
