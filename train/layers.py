@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,7 +95,7 @@ def merge_checked(config: Any, layers: Iterable[Mapping[str, Any]], prefix: str 
     Args:
         prefix: Of the keys in errors.
     """
-    layers = list(layers)
+    layers, config = list(layers), _defaults(config) if isinstance(config, type) else config
     # OmegaConf raises a TypeError for a list instead of a section.
     try:
         return OmegaConf.merge(config, *layers)
@@ -105,6 +106,12 @@ def merge_checked(config: Any, layers: Iterable[Mapping[str, Any]], prefix: str 
                 for inner, leaf in value.items() if isinstance(value, Mapping) and value else [(None, value)]:
                     config = _merge_one(config, key, inner, leaf, prefix)
         raise
+
+
+@functools.cache
+def _defaults(schema: type) -> Any:
+    """Return a dataclass as a config, once: it takes longer than the merging."""
+    return OmegaConf.structured(schema)
 
 
 def _merge_one(config: Any, key: str, inner: str | None, leaf: Any, prefix: str) -> Any:

@@ -6,6 +6,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
+from functools import cache
 from typing import Any, Literal
 
 import timm
@@ -305,18 +306,19 @@ def model_schema(module: str = 'aft_vision') -> type:
 
     classes: tuple[type, ...] = (VisionTransformer, AFTVisionTransformer)
     if module in VIT_MODULES:
-        return _schema((VisionTransformer,), WEIGHT_KEYS, RESERVED_MODEL_KEYS)
+        return _schema((VisionTransformer,), tuple(WEIGHT_KEYS.items()), tuple(RESERVED_MODEL_KEYS))
     if module == AFTPyramid.__module__:
         classes = (AFTPyramid,)
-    return _schema(classes, {**mixer_arguments(), **WEIGHT_KEYS}, RESERVED_MODEL_KEYS)
+    return _schema(classes, (*mixer_arguments().items(), *WEIGHT_KEYS.items()), tuple(RESERVED_MODEL_KEYS))
 
 
 def decoder_schema() -> type:
     """Return the keyword arguments of a pixel or character model as a dataclass."""
-    return _schema((AFTDecoder,), {}, RESERVED_DECODER_KEYS)
+    return _schema((AFTDecoder,), (), tuple(RESERVED_DECODER_KEYS))
 
 
-def _schema(classes: Sequence[type], more: Mapping[str, Any], reserved: Mapping[str, str]) -> type:
+@cache
+def _schema(classes: tuple[type, ...], more: tuple[tuple[str, Any], ...], reserved: tuple[str, ...]) -> type:
     """Return the keyword arguments of classes, and more, as a dataclass; types unknown to OmegaConf become Any."""
     known = mixer_arguments()
     of_mixers = {name: text for name, text in meanings_of(*MIXERS.values()).items() if name in known}

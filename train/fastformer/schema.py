@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 from transformers.activations import ACT2FN
@@ -267,16 +268,24 @@ def text_model_schema(
         kind, reserved: As `check_text_model` takes them.
         more: Meanings of further keys, which are texts.
     """
+    # mypy takes the class for one of its instances, which have no hash.
+    return _text_model_schema(kind, tuple(reserved.items()), tuple(more.items()))  # type: ignore[arg-type]
+
+
+@cache
+def _text_model_schema(
+    kind: type[FastformerConfig], reserved: tuple[tuple[str, str], ...], more: tuple[tuple[str, str], ...]
+) -> type:
     ours = [each for each in reversed(kind.__mro__) if issubclass(each, FastformerConfig)]
     fields = {name: hint for each in ours for name, hint in each.__annotations__.items()}
     meanings = {name: meaning for each in ours for name, meaning in meanings_of(each).items()}
-    meanings |= {key: f'Not for an experiment: {reason}.' for key, reason in reserved.items()}
+    meanings |= {key: f'Not for an experiment: {reason}.' for key, reason in reserved}
     preset = described('preset', str, 'null', 'A column of the Table 9 presets, which the other keys change.')
     return make_dataclass(
         'Model',
         [
             ('preset', str | None, preset),
-            *((name, str | None, described(name, str, 'null', meaning)) for name, meaning in more.items()),
+            *((name, str | None, described(name, str, 'null', meaning)) for name, meaning in more),
             *(
                 (
                     name,
