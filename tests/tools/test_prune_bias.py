@@ -15,7 +15,6 @@ from tools.prune_bias import main
 
 TINY = dict(depth=2, embed_dim=16, patch_size=8, num_classes=10)
 CONV = dict(**TINY, num_heads=4, kernel_size=5)
-PYRAMID = dict(stem_dim=4, dims=(4, 8, 8, 8), depths=(1, 1, 1, 1), num_heads=2, num_classes=10)
 
 
 def make_checkpoint(path: Path, name: str = 'aft_conv_tiny', **kwargs: object) -> Path:
@@ -104,19 +103,6 @@ def test_the_card_of_another_model_in_the_folder_is_replaced(run, tmp_path):
     assert '40 x 48 pixels' in card
     assert 'crop 0.8,' in card
     assert card != before
-
-
-@pytest.mark.parametrize(
-    ('name', 'kwargs', 'message'),
-    [
-        ('vit_tiny_patch16_224', dict(**TINY, num_heads=2, img_size=32), 'a model with AFT-conv kernels'),
-        ('aft_pyramid_nano', PYRAMID, 'a model with AFT-conv kernels, got a AFTPyramid'),
-        ('aft_conv_tiny', dict(**CONV, global_context=False), 'got global_context=False'),
-    ],
-)
-def test_a_model_that_cannot_be_pruned_is_named(run, tmp_path, name: str, kwargs: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        run(make_checkpoint(tmp_path / 'best.pth', name, **kwargs))
 
 
 def test_an_image_size_that_does_not_fit_is_named(run, tmp_path):
