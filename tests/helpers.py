@@ -438,6 +438,12 @@ def leave_curves_undrawn(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(function, lambda rows, words: undrawn)
 
 
+def draw_coarsely(patch: pytest.MonkeyPatch) -> None:
+    """Give pictures a ninth of their pixels, which take most of the time of a page."""
+    for module in ('figure', 'page'):
+        patch.setattr(f'aft_vision.visualize.{module}.DPI', 50)
+
+
 def unpack_data(name: str, folder: Path) -> Path:
     """Unpack an archive of AFT_DATA into a folder, and give the folder."""
     with tarfile.open(Path(os.environ['AFT_DATA']) / name) as archive:

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import nbformat
-from helpers import link_photographs
+from helpers import draw_coarsely, link_photographs
 from IPython.core.interactiveshell import InteractiveShell
 from matplotlib import pyplot
 from traitlets.config import Config
@@ -44,6 +44,7 @@ def test_the_notebook_trains_a_model_and_writes_its_report(tmp_path, monkeypatch
     # Another one than that of the notebook: every cell follows the setting.
     size = 128
     monkeypatch.chdir(NOTEBOOK.parent)
+    draw_coarsely(monkeypatch)
     images, experiment = link_photographs(tmp_path / 'images', 6, 2, classes=3), tmp_path / 'small.yaml'
     # A small model, because the report has a picture for each layer and head. The weights are for another one.
     small = 'model: {depth: 1, embed_dim: 16, num_heads: 2, pretrained: false}'

@@ -243,7 +243,6 @@ def test_a_text_longer_than_linformer_projects_is_an_error():
 @pytest.mark.parametrize(
     ('mixer', 'more', 'message'),
     [
-        ('longformer', dict(attention_window=5), 'attention_window must be even, got 5'),
         ('poolingformer', dict(poolingformer_window=5), 'got 5 and 16'),
         (
             'poolingformer',

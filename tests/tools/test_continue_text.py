@@ -36,20 +36,6 @@ def test_a_text_without_a_prompt_has_the_length_of_the_context(checkpoint: Path)
     assert [len(text) for text in continue_text.main(['--checkpoint', str(checkpoint)])] == [32]
 
 
-@pytest.mark.parametrize(
-    ('arguments', 'message'),
-    [
-        (['--prompt', 'x' * 40], 'expected at most 32 tokens, the positions of the model, got 40'),
-        (['--length', '33'], 'length must be from 1, .* to 32, .* got 33'),
-        (['--prompt', 'abc', '--length', '2'], 'length must be from 3, .* got 2'),
-    ],
-    ids=['prompt', 'length', 'both'],
-)
-def test_a_wrong_argument_is_named(arguments: list[str], message: str, checkpoint: Path):
-    with pytest.raises(ValueError, match=message):
-        continue_text.main(['--checkpoint', str(checkpoint), *arguments])
-
-
 def test_what_is_read_is_not_overwritten(checkpoint: Path, tmp_path: Path):
     prompt = tmp_path / 'start.txt'
     prompt.write_text('To be')

@@ -142,7 +142,6 @@ def test_a_file_is_no_folder_and_a_folder_no_file(checkpoint, tmp_path):
     [
         (['--model', 'aft_conv_huge'], r'a model that can be built, got aft_conv_huge with .*: Unknown model'),
         (['--model', 'aft_conv_tiny', '--model-arg', 'depth=1', '--size', '100'], r'multiples of the patch size'),
-        (['--model', 'aft_conv_tiny', '--model-arg', 'depth=1', '--form', 'matmul'], 'expected a fixed size'),
     ],
 )
 def test_what_cannot_be_exported_is_rejected(tmp_path, options, message):

@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import unescape
 from html.parser import HTMLParser
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import make_folder, photographs, save_model
+from helpers import draw_coarsely, make_folder, photographs, save_model
 from matplotlib.axes import Axes
 from PIL import Image, ImageChops
 
@@ -60,6 +61,13 @@ def save(path: Path, name: str, kwargs: dict[str, object], **extra: object) -> P
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return save_model(path, name, model, kwargs, **extra)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def coarse_pictures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        draw_coarsely(patch)
+        yield
 
 
 @pytest.fixture(scope='module')
