@@ -6,9 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <numeric>
-#include <type_traits>
 #include <vector>
 
 #include "../common/guard.h"
@@ -38,24 +36,6 @@ struct Shape {
   int64_t unit() const { return std::min(heads, LANES / std::gcd<int64_t, int64_t>(each(), LANES)); }
   int64_t units() const { return (heads + unit() - 1) / unit(); }
 };
-
-// Call f(integral_constant n) for an n that is known at run time.
-template <int N, typename F>
-void with_size(int64_t n, F f) {
-  if (n == N) return f(std::integral_constant<int, N>{});
-  if constexpr (N > 1) with_size<N - 1>(n, f);
-}
-
-// Cut a length into pieces of nearly equal size, none above MAX_SIZE, and call f(first, integral_constant size).
-template <int MAX_SIZE, typename F>
-void in_tiles(int64_t length, F f) {
-  const int64_t count = (length + MAX_SIZE - 1) / MAX_SIZE;
-  for (int64_t i = 0, first = 0; i < count; ++i) {
-    const int64_t size = (length - first + count - i - 1) / (count - i);
-    with_size<MAX_SIZE>(size, [&](auto n) { f(first, n); });
-    first += size;
-  }
-}
 
 // A bias (h, 2s - 1) along an axis of L tokens.
 struct Bias {
@@ -92,44 +72,6 @@ struct Bias {
 struct Tables {
   std::vector<float> rows, columns;
   int64_t row_reach, column_reach;
-};
-
-// The head of each lane of a block of channels.
-struct Heads {
-  int64_t first;
-  bool same;  // a head for each channel
-  int32_t head[LANES];
-
-  Heads(int64_t channel, int64_t each, int64_t heads) : first(channel), same(each == 1) {
-    for (int lane = 0; lane < LANES; ++lane) head[lane] = std::min((channel + lane) / each, heads - 1);
-  }
-
-  // Gather the lanes' numbers from those of all heads, after which LANES others may be read.
-  Vec read(const float *x) const {
-    if (same) return load(x + first, LANES);
-    if (head[0] == head[LANES - 1]) return splat(x[head[0]]);
-#if defined(__clang__)
-    Vec found;
-    for (int lane = 0; lane < LANES; ++lane) found[lane] = x[head[lane]];
-    return found;
-#else
-    IntVec place;
-    std::memcpy(&place, head, sizeof place);
-    return __builtin_shuffle(load(x + head[0], LANES), place - head[0]);
-#endif
-  }
-
-  void add(float *x, Vec y, int lanes) const {
-    if (same) return store(x + first, load(x + first, lanes) + y, lanes);
-    float part[LANES];
-    store(part, y, LANES);
-    for (int lane = 0; lane < lanes;) {
-      const int32_t own = head[lane];
-      float sum = 0;
-      for (; lane < lanes && head[lane] == own; ++lane) sum += part[lane];
-      x[own] += sum;
-    }
-  }
 };
 
 // The lines of maps (H, W) along one axis: the distances between the tokens of a line, and between lines.
@@ -259,12 +201,7 @@ struct Weights {
 // e^(k - largest of the sequence) of a block of heads, 0 where the mask is, (T).
 void exponentials(const Shape &s, const Stream &k, const Mask &mask, int64_t b, int64_t first, Vec *e) {
   const Place start{b, 0, first, rest(s.heads, first)};
-  Vec peak = splat(-std::numeric_limits<float>::max());
-  for (int64_t t = 0; t < s.tokens(); ++t) {
-    if (!mask.counts(b, t)) continue;
-    const Vec key = start.later(t).read(k);
-    peak = key > peak ? key : peak;
-  }
+  const Vec peak = largest_keys(start, k, mask);
   for (int64_t t = 0; t < s.tokens(); ++t)
     e[t] = mask.counts(b, t) ? only(exp_(start.later(t).read(k) - peak), start.lanes) : Vec{};
 }
@@ -327,7 +264,6 @@ int forward(const Inputs &in, const Stream &out, const Stream &den, float least,
   region.finish();
   return good;
 }
-
 
 // Buffers that the phases of the backward share: for each token and head (padded), and for each token and channel.
 struct Shared {

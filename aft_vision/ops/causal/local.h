@@ -2,11 +2,10 @@
 
 #pragma once
 
-#include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "../common/guard.h"
+#include "../common/tensor.h"
 #include "local_products.h"
 
 namespace {
@@ -22,12 +21,6 @@ struct Shape {
   int64_t vectors() const { return (channels + LANES - 1) / LANES; }
   int64_t items() const { return batch * vectors(); }
 };
-
-bool any(IntVec x) {
-  int32_t found = 0;
-  for (int i = 0; i < LANES; ++i) found |= x[i];
-  return found != 0;
-}
 
 // The thresholds of denominators, below which one may have lost a term: of all targets, and of those with a weight that
 // vanishes, though a key far above its reference may make it count.
@@ -177,9 +170,9 @@ struct Item {
         channel(index % s.vectors() * LANES),
         lanes(std::min<int64_t>(LANES, s.channels - channel)) {}
 
-  Vec read(const Stream &x, int64_t t) const { return x.read(b * x.batch + t * x.token + channel, lanes); }
+  Vec read(const Stream &x, int64_t t) const { return Place{b, t, channel, lanes}.read(x); }
 
-  void write(const Stream &x, int64_t t, Vec y) const { x.write(b * x.batch + t * x.token + channel, y, lanes); }
+  void write(const Stream &x, int64_t t, Vec y) const { Place{b, t, channel, lanes}.write(x, y); }
 };
 
 struct Source {

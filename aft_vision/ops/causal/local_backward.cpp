@@ -10,15 +10,6 @@
 
 namespace {
 
-float total(Vec x) {
-  typedef float Quarter __attribute__((vector_size(16)));
-  static_assert(LANES % 4 == 0);
-  Quarter parts[LANES / 4], sum{};
-  std::memcpy(parts, &x, sizeof x);
-  for (Quarter part : parts) sum += part;
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
 // out[i * stride + j] = the products of row i of x and row j of y.
 template <class P>
 __attribute__((noinline)) void multiply_rows(const Vec *x, const Vec *y, int64_t length, int64_t row, float *out,

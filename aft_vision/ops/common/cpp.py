@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 # Return value of the functions of `guard.h` for std::bad_alloc; that for every other exception is below it.
 OUT_OF_MEMORY = -1000
 # That of `guard.cpp`: what the kernels are given, in which order.
-LAYOUT = 2
+LAYOUT = 3
 # What products multiply, as in `tile.h`.
 SINGLE, PAIRS, TILES = range(3)
 # A device costs less than its name.
@@ -209,7 +209,7 @@ def profiled(name: str) -> AbstractContextManager[object]:
 def run_forward(
     name: str, inputs: Inputs, fields: Sequence[int], keep_alive: list[Tensor], save: bool
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Run the forward of a form whose terms are all positive.
+    """Run the forward of a form that leaves denominators which lose digits to the torch form.
 
     Args:
         name: of the function, aft_NAME_forward, and in a profile.
@@ -231,17 +231,17 @@ def run_forward(
 
 def run_backward(
     name: str,
-    results: Sequence[Tensor],
+    results: Sequence[Tensor | None],
     inputs: Inputs,
     fields: Sequence[int],
     keep_alive: list[Tensor],
     sums: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...] | None:
-    """Run the backward of a form whose terms are all positive.
+    """Run the backward of a form that leaves denominators which lose digits to the torch form.
 
     Args:
         name, fields, keep_alive: as of `run_forward`.
-        results: grad, y and the denominators.
+        results: grad, y and the denominators, or None where these are not saved.
         sums: buffers for gradients of the bias, None for those that nobody asks for.
 
     Returns:

@@ -33,12 +33,8 @@ struct Kernel {
 
   // The reference of the weights of a head: its largest bias, or the 0 beyond the kernel. NaN stays.
   float reference(int64_t i) const {
-    const int64_t taps = size * size, last = std::max<int64_t>(0, taps - LANES);
-    const int count = rest(taps, last);
-    const Vec least = splat(global ? 0.0f : -std::numeric_limits<float>::max());
-    Vec peak = below(count) ? larger(read(i, last, count), least) : least;
-    for (int64_t tap = 0; tap < last; tap += LANES) peak = larger(read(i, tap, LANES), peak);
-    return largest(peak);
+    const float least = global ? 0.0f : -std::numeric_limits<float>::max();
+    return largest(size * size, least, [&](int64_t tap, int count) { return read(i, tap, count); });
   }
 
   // Call `f` with some neighbouring taps of a row that reach from a token of the grid to another, how many, and their place
@@ -126,12 +122,7 @@ void weigh(const Inputs<Op> &in, int threads) {
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t head = 0; head < s.heads; head += LANES) {
       Place at{b, 0, head, rest(s.heads, head)};
-      Vec peak = splat(-std::numeric_limits<float>::max());
-      for (at.t = 0; at.t < s.tokens(); ++at.t) {
-        if (!in.mask.counts(b, at.t)) continue;
-        const Vec key = at.read(in.k);
-        peak = key > peak ? key : peak;
-      }
+      const Vec peak = largest_keys(at, in.k, in.mask);
       for (at.t = 0; at.t < s.tokens(); ++at.t) {
         const Vec found = in.mask.counts(b, at.t) ? exp_(at.read(in.k) - peak) : Vec{};
         store(in.e + (b * s.tokens() + at.t) * s.heads + head, found, at.lanes);

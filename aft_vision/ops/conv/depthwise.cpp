@@ -3,13 +3,15 @@
 // A block is as many neighbouring channels as a vector has lanes. Its exponentials live in padded maps that stay in the
 // cache; no (B, T, D) intermediate is written.
 
-#include <limits>
 #include <vector>
 
 #include "../common/guard.h"
 #include "window.h"
 
 namespace {
+
+// A denominator may lose at most this factor of the global sum by cancellation, as in `ops.conv.eager` in float32.
+constexpr float CANCELLATION = 16.0f;
 
 // grad[dy][dx] += sum over targets of g * map[y + dy][x + dx], for one dy and N neighbouring dx from `first`.
 template <int N>
@@ -22,13 +24,6 @@ void tap_grad_tile(const Vec *g, const Vec *map, const Shape &s, int64_t dy, int
       for (int i = 0; i < N; ++i) sum[i] += target[x] * source[x + i];
     for (int i = 0; i < N; ++i) grad[i] += sum[i];
   }
-}
-
-// Call f<N> for an N that is known at run time.
-template <int N = TILE>
-void tap_grad_row(int64_t n, const Vec *g, const Vec *map, const Shape &s, int64_t dy, int64_t first, Vec *grad) {
-  if (n == N) return tap_grad_tile<N>(g, map, s, dy, first, grad);
-  if constexpr (N > 1) tap_grad_row<N - 1>(n, g, map, s, dy, first, grad);
 }
 
 // exp(w) - outside of a block of channels, in a window of s x s sources around each target.
@@ -52,14 +47,14 @@ struct Window {
 
   void mix(const Vec *map, const Vec *by, Vec *out) const {
     for (int64_t y = 0; y < s.height; ++y)
-      in_tiles(s.width, [&](int64_t x, int64_t n) { mix_row(n, map, by, s, y, x, out + y * s.width + x); });
+      in_tiles<TILE>(s.width, [&](int64_t x, auto n) { mix_tile<n>(map, by, s, y, x, out + y * s.width + x); });
   }
 
   void add_grad(const Vec *g, const Vec *map, Vec *grad) const {
     const int64_t r = s.reach();
     for (int64_t dy = -r; dy <= r; ++dy)
-      in_tiles(s.size, [&](int64_t dx, int64_t n) {
-        tap_grad_row(n, g, map, s, dy, dx, grad + (dy + r) * s.size + dx);
+      in_tiles<TILE>(s.size, [&](int64_t dx, auto n) {
+        tap_grad_tile<n>(g, map, s, dy, dx, grad + (dy + r) * s.size + dx);
       });
   }
 };
@@ -113,6 +108,18 @@ struct OneOffset {
   }
 };
 
+// The inputs of a call, as Python packs them; q, the mask's elements and offset may be null. With offsets, (D, 2), there is
+// one tap, which belongs to the source at the offset.
+struct Inputs {
+  Shape s;
+  WindowWeights weights;
+  const int64_t *offset;
+  Stream q, k, v;
+  const bool *elements;
+
+  Mask mask() const { return {elements, s.tokens()}; }
+};
+
 // Maps (H, W + s - 1), and a zero, of e^(k - max) and of it times v: of a thread, since nothing writes over what is around
 // the tokens.
 struct Maps {
@@ -130,33 +137,25 @@ struct Block {
   // `fill` is the addend of the denominators of a sequence in which no token counts.
   Vec outside, key_sum, value_sum, fill;
 
-  Block(const Shape &shape, Maps &maps, int64_t index, const WindowWeights &weights, const int64_t *offset)
-      : s(shape),
+  Block(const Inputs &in, Maps &maps, int64_t index)
+      : s(in.s),
         first(index * LANES),
-        lanes(std::min<int64_t>(LANES, s.channels - first)),
-        taps(s, weights, offset, first, lanes),
+        lanes(rest(s.channels, first)),
+        taps(s, in.weights, in.offset, first, lanes),
         keys(maps.keys),
         values(maps.values),
-        outside(load(weights.outside() + first, lanes)) {}
+        outside(load(in.weights.outside() + first, lanes)) {}
 
   int64_t place(int64_t t) const { return t / s.width * s.padded() + s.reach() + t % s.width; }
 
-  const float *at(const Tokens &x, int64_t b, int64_t t) const { return x.data + b * x.batch + t * x.token + first; }
-
-  float *at(Tokens &x, int64_t b, int64_t t) const { return x.data + b * x.batch + t * x.token + first; }
-
-  void exponentials(const Tokens &k, const Tokens &v, const bool *mask, int64_t b) {
-    Vec peak = splat(-std::numeric_limits<float>::max());
-    for (int64_t t = 0; t < s.tokens(); ++t) {
-      if (mask && !mask[b * s.tokens() + t]) continue;
-      const Vec key = load(at(k, b, t), lanes);
-      peak = key > peak ? key : peak;
-    }
+  void exponentials(const Inputs &in, int64_t b) {
+    const Place start{b, 0, first, lanes};
+    const Vec peak = largest_keys(start, in.k, in.mask());
     Sum all_keys, all_values;
     for (int64_t t = 0; t < s.tokens(); ++t) {
-      const bool counts = !mask || mask[b * s.tokens() + t];
-      const Vec e = counts ? exp_(load(at(k, b, t), lanes) - peak) : Vec{};
-      const Vec ev = counts ? e * load(at(v, b, t), lanes) : Vec{};
+      const bool counts = in.mask().counts(b, t);
+      const Vec e = counts ? exp_(start.later(t).read(in.k) - peak) : Vec{};
+      const Vec ev = counts ? e * start.later(t).read(in.v) : Vec{};
       keys[place(t)] = e;
       values[place(t)] = ev;
       all_keys.add(e);
@@ -164,24 +163,25 @@ struct Block {
     }
     key_sum = all_keys.value();
     value_sum = all_values.value();
-    fill = splat(Mask{mask, s.tokens()}.fill(b));
+    fill = splat(in.mask().fill(b));
+  }
+
+  // Which lanes of a denominator, a sum of positive terms that was found by subtraction, have lost digits, or are NaN.
+  IntVec loses_digits(Vec denominator, float underflow) const {
+    const Vec least = key_sum * outside;  // of all sources without a bias
+    return ~((denominator * CANCELLATION >= least) & (denominator >= splat(underflow)));
   }
 };
 
-// When digits are lost: a factor of the global sum, and the least value.
-struct DigitLimits {
-  float cancellation, underflow;
+struct ForwardCall {
+  Inputs in;
+  Stream out, den;
 };
 
-// Which lanes of a sum of positive terms that was found by subtraction have lost digits, or are NaN; `least` is the weight of
-// all sources without a bias.
-IntVec loses_digits(Vec den, Vec least, DigitLimits limits) {
-  return ~((den * limits.cancellation >= least) & (den >= splat(limits.underflow)));
-}
-
 template <typename Taps>
-int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, const WindowWeights &weights,
-            const int64_t *offset, Tokens out, Tokens den, DigitLimits limits, int threads) {
+int forward(const ForwardCall &call, float underflow, int threads) {
+  const Inputs &in = call.in;
+  const Shape &s = in.s;
   int good = 1;
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
@@ -195,20 +195,19 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
     });
 #pragma omp for
     for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
-      Block<Taps> block(s, maps, index, weights, offset);
+      Block<Taps> block(in, maps, index);
       for (int64_t b = 0; b < s.batch; ++b) {
-        block.exponentials(k, v, mask, b);
+        block.exponentials(in, b);
         std::fill(num.begin(), num.end(), block.outside * block.value_sum);
         std::fill(denominator.begin(), denominator.end(), block.outside * block.key_sum + block.fill);
         block.taps.mix(block.values.data(), num.data());
         block.taps.mix(block.keys.data(), denominator.data());
         IntVec inexact{};
         for (int64_t t = 0; t < s.tokens(); ++t) {
-          inexact |= loses_digits(denominator[t], block.key_sum * block.outside, limits);
-          Vec y = num[t] / denominator[t];
-          if (q.data) y *= sigmoid(load(block.at(q, b, t), block.lanes));
-          store(block.at(out, b, t), y, block.lanes);
-          if (den.data) store(block.at(den, b, t), denominator[t], block.lanes);
+          const Place at{b, t, block.first, block.lanes};
+          inexact |= block.loses_digits(denominator[t], underflow);
+          at.write(call.out, gated(at, in.q, num[t] / denominator[t]));
+          if (call.den.data) at.write(call.den, denominator[t]);
         }
         good = good && !any(inexact & below(block.lanes));
       }
@@ -218,11 +217,20 @@ int forward(const Shape &s, Tokens q, Tokens k, Tokens v, const bool *mask, cons
   return good;
 }
 
+// Each of `parts` sums its share of the batch. `grad_taps` is scratch for the gradients of the taps, (parts, size, size,
+// D), and `grad_bias` has the shape of the bias; null if nobody asks for the gradient of the bias.
+struct BackwardCall {
+  Inputs in;
+  int64_t parts;
+  Stream grad, y, den, dq, dk, dv;
+  float *grad_taps, *grad_bias;
+};
+
 template <typename Taps>
-int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens k, Tokens v, const bool *mask,
-             const WindowWeights &weights, const int64_t *offset, Tokens dq, Tokens dk, Tokens dv,
-             float *grad_taps, int64_t parts, DigitLimits limits, int threads) {
-  const int64_t square = s.size * s.size;
+int backward(const BackwardCall &call, float underflow, int threads) {
+  const Inputs &in = call.in;
+  const Shape &s = in.s;
+  const int64_t square = s.size * s.size, parts = call.parts;
   int good = 1;
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
@@ -233,37 +241,31 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
       for (auto *x : {&d_num, &d_den, &maps.keys, &maps.values}) x->resize(s.map());
       for (auto *x : {&d_values, &d_keys}) x->resize(s.tokens());
       d_taps.resize(square);
-      denominators.resize(den.data ? 0 : s.tokens());
+      denominators.resize(call.den.data ? 0 : s.tokens());
     });
 #pragma omp for collapse(2)
     for (int64_t part = 0; part < parts; ++part)
       for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
-        Block<Taps> block(s, maps, index, weights, offset);
+        Block<Taps> block(in, maps, index);
         block.taps.flip();
         std::fill(d_taps.begin(), d_taps.end(), Vec{});
         for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
-          block.exponentials(k, v, mask, b);
-          if (!den.data) {
+          block.exponentials(in, b);
+          if (!call.den.data) {
             std::fill(denominators.begin(), denominators.end(), block.outside * block.key_sum + block.fill);
             block.taps.mix(block.keys.data(), denominators.data());
           }
           Sum d_num_sum, d_den_sum;
           IntVec inexact{};
           for (int64_t t = 0; t < s.tokens(); ++t) {
-            const Vec denominator = den.data ? load(block.at(den, b, t), block.lanes) : denominators[t];
-            inexact |= loses_digits(denominator, block.key_sum * block.outside, limits);
-            const Vec g = load(block.at(grad, b, t), block.lanes);
-            const Vec go = g * load(block.at(y, b, t), block.lanes);
-            Vec a = g;
-            if (q.data) {
-              const Vec gate = sigmoid(load(block.at(q, b, t), block.lanes));
-              a *= gate;
-              store(block.at(dq, b, t), go - go * gate, block.lanes);
-            }
+            const Place at{b, t, block.first, block.lanes};
+            const Vec denominator = call.den.data ? at.read(call.den) : denominators[t];
+            inexact |= block.loses_digits(denominator, underflow);
+            const Spread spread(at, call.grad, call.y, in.q, call.dq);
             const int64_t place = block.place(t);
             // A lane beyond the channels has den = 0, and is never stored.
-            d_num_sum.add(d_num[place] = a / denominator);
-            d_den_sum.add(d_den[place] = -go / denominator);
+            d_num_sum.add(d_num[place] = spread.a / denominator);
+            d_den_sum.add(d_den[place] = -spread.go / denominator);
           }
           good = good && !any(inexact & below(block.lanes));
           std::fill(d_values.begin(), d_values.end(), block.outside * d_num_sum.value());
@@ -271,14 +273,13 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
           block.taps.mix_transposed(d_num.data(), d_values.data());
           block.taps.mix_transposed(d_den.data(), d_keys.data());
           for (int64_t t = 0; t < s.tokens(); ++t) {
+            const Place at{b, t, block.first, block.lanes};
             const Vec e = block.keys[block.place(t)];
-            store(block.at(dv, b, t), d_values[t] * e, block.lanes);
+            at.write(call.dv, d_values[t] * e);
             // A masked token has e = 0, and a value that may be anything.
-            Vec d_key = d_keys[t] * e;
-            d_key += d_values[t] * block.values[block.place(t)];
-            store(block.at(dk, b, t), d_key, block.lanes);
+            at.write(call.dk, d_keys[t] * e + d_values[t] * block.values[block.place(t)]);
           }
-          if (!grad_taps) continue;
+          if (!call.grad_taps) continue;
           if constexpr (Taps::ONE_SOURCE) {
             // y - v of the source cancels where it has nearly all of the weight; from the mean of all it does not.
             const Vec mean = block.value_sum / (block.key_sum + block.fill);
@@ -293,57 +294,34 @@ int backward(const Shape &s, Tokens grad, Tokens y, Tokens den, Tokens q, Tokens
             block.taps.add_grad(d_den.data(), block.keys.data(), d_taps.data());
           }
         }
-        if (grad_taps)
+        if (call.grad_taps)
           for (int64_t i = 0; i < square; ++i)
-            store(grad_taps + (part * square + i) * s.channels + block.first, d_taps[i], block.lanes);
+            store(call.grad_taps + (part * square + i) * s.channels + block.first, d_taps[i], block.lanes);
       });
   }
   region.finish();
   return good;
 }
 
-// The gradient of a bias from those of its taps, (parts, size, size, D).
-void bias_grad(const WindowWeights &weights, const Shape &s, const float *grad_taps, int64_t parts, float *out, int threads) {
+// The gradient of the bias from those of its taps.
+void bias_grad(const BackwardCall &call, int threads) {
+  const Shape &s = call.in.s;
+  const WindowWeights &weights = call.in.weights;
   const int64_t taps = s.size * s.size, side = weights.bias_side, edge = (side - s.size) / 2;
-  std::fill_n(out, s.channels * side * side, 0.0f);
+  std::fill_n(call.grad_bias, s.channels * side * side, 0.0f);
 #pragma omp parallel for num_threads(s.channels * taps > FEW_WEIGHTS ? threads : 1) schedule(static)
   for (int64_t i = 0; i < taps; ++i) {
-    float *to = out + (edge + i / s.size) * side + edge + i % s.size;
+    float *to = call.grad_bias + (edge + i / s.size) * side + edge + i % s.size;
     for (int64_t c = 0; c < s.channels; c += LANES) {
       const int lanes = rest(s.channels, c);
       Vec sum{};
-      for (int64_t part = 0; part < parts; ++part) sum += load(grad_taps + (part * taps + i) * s.channels + c, lanes);
+      for (int64_t part = 0; part < call.parts; ++part)
+        sum += load(call.grad_taps + (part * taps + i) * s.channels + c, lanes);
       sum *= load(weights.tap(i, s.size) + c, lanes);
       for (int lane = 0; lane < lanes; ++lane) to[(c + lane) * side * side] = sum[lane];
     }
   }
 }
-
-// The inputs of a call, as Python packs them; q, mask and offset may be null. With offsets, (D, 2), there is one tap, which
-// belongs to the source at the offset.
-struct Call {
-  int64_t batch, height, width, channels, size;
-  WindowWeights weights;
-  const int64_t *offset;
-  Tokens q, k, v;
-  const bool *mask;
-
-  Shape shape() const { return {batch, height, width, channels, size}; }
-};
-
-struct ForwardCall {
-  Call call;
-  Tokens out, den;
-};
-
-// `grad_taps` is scratch for the gradients of the taps, (parts, size, size, D), and `grad_bias` has the shape of the bias;
-// null if nobody asks for the gradient of the bias.
-struct BackwardCall {
-  Call call;
-  Tokens grad, y, den, dq, dk, dv;
-  int64_t parts;
-  float *grad_taps, *grad_bias;
-};
 
 }  // namespace
 
@@ -353,26 +331,21 @@ AFT_PACKED(aft_depthwise_forward, ForwardCall)
 AFT_PACKED(aft_depthwise_backward, BackwardCall)
 
 // y and, unless den is null, the denominators, at the references of the keys and of the bias. Returns 0 where a denominator
-// has lost digits: discard the result.
-int aft_depthwise_forward(const ForwardCall *packed, DigitLimits limits, int threads) {
+// has lost digits, or is below `underflow`: discard the result.
+int aft_depthwise_forward(const ForwardCall *call, float underflow, int threads) {
   return guarded([&] {
-    const auto &[call, out, den] = *packed;
-    compute_weights(call.weights, call.channels, threads);
-    return (call.offset ? forward<OneOffset> : forward<Window>)(call.shape(), call.q, call.k, call.v, call.mask,
-                                                                call.weights, call.offset, out, den, limits, threads);
+    compute_weights(call->in.weights, call->in.s.channels, threads);
+    return (call->in.offset ? forward<OneOffset> : forward<Window>)(*call, underflow, threads);
   });
 }
 
-// Gradients of q, k, v, and, unless grad_bias is null, of the bias; each of `parts` sums its share of the batch. Without
-// `den`, it is computed again. Returns 0 as the forward does.
-int aft_depthwise_backward(const BackwardCall *packed, DigitLimits limits, int threads) {
+// Gradients of q, k, v, and, unless grad_bias is null, of the bias. Without `den`, it is computed again. Returns 0 as the
+// forward does.
+int aft_depthwise_backward(const BackwardCall *call, float underflow, int threads) {
   return guarded([&] {
-    const auto &[call, grad, y, den, dq, dk, dv, parts, grad_taps, grad_bias] = *packed;
-    compute_weights(call.weights, call.channels, threads);
-    const int good = (call.offset ? backward<OneOffset> : backward<Window>)(
-        call.shape(), grad, y, den, call.q, call.k, call.v, call.mask, call.weights, call.offset, dq, dk, dv, grad_taps, parts,
-        limits, threads);
-    if (good && grad_bias) bias_grad(call.weights, call.shape(), grad_taps, parts, grad_bias, threads);
+    compute_weights(call->in.weights, call->in.s.channels, threads);
+    const int good = (call->in.offset ? backward<OneOffset> : backward<Window>)(*call, underflow, threads);
+    if (good && call->grad_bias) bias_grad(*call, threads);
     return good;
   });
 }

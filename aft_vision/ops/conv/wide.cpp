@@ -5,7 +5,6 @@
 // First the exponentials of the keys and the denominators, a vector of heads at a time, then the values. All terms are
 // positive: what no window reaches is added up, not subtracted.
 
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -46,34 +45,13 @@ class Map {
     for (int64_t y = 0; y < s_.height; ++y, out += s_.width) {
       const Vec rows = before_[std::max<int64_t>(0, y - r)] + after_[std::min(s_.height, y + r + 1)];
       std::fill_n(out, s_.width, outside * rows);
-      in_tiles(s_.width, [&](int64_t x, int64_t n) { mix_row(n, terms_.data(), taps, s_, y, x, out + x, aside); });
+      in_tiles<TILE>(s_.width, [&](int64_t x, auto n) { mix_tile<n>(terms_.data(), taps, s_, y, x, out + x, aside); });
     }
   }
 
  private:
   const Shape &s_;
   std::vector<Vec> terms_, aside_, before_, after_;
-};
-
-// The lanes of a block of channels as those of a vector of heads, from the first one's on.
-struct HeadLanes {
-  int64_t head;
-  IntVec index;
-
-  HeadLanes(int64_t first, int64_t per_head, int64_t heads) : head(first / per_head) {
-    for (int lane = 0; lane < LANES; ++lane) index[lane] = std::min(heads - 1, (first + lane) / per_head) - head;
-  }
-
-  Vec read(const float *of_heads) const {
-    const Vec x = load(of_heads + head, LANES);
-#if defined(__clang__)
-    Vec found;
-    for (int lane = 0; lane < LANES; ++lane) found[lane] = x[index[lane]];
-    return found;
-#else
-    return __builtin_shuffle(x, index);
-#endif
-  }
 };
 
 // The inputs of a call, as Python packs them; q, the mask's elements and den may be null. `scratch` has 2 (B, T) rows of heads,
@@ -114,14 +92,9 @@ struct Worker {
 
   // Writes e^(k - peak) and the denominators of a block of heads; returns whether none is underflowed.
   bool weigh(int64_t b, int64_t first, float underflow) {
-    Place at{b, 0, first, rest(call.heads, first)};
-    Vec peak = splat(-std::numeric_limits<float>::max());
-    for (at.t = 0; at.t < s.tokens(); ++at.t) {
-      if (!mask.counts(b, at.t)) continue;
-      const Vec key = at.read(call.k);
-      peak = key > peak ? key : peak;
-    }
-    fill(b, [&](int64_t t) { return exp_(at.later(t - at.t).read(call.k) - peak); });
+    const Place at{b, 0, first, rest(call.heads, first)};
+    const Vec peak = largest_keys(at, call.k, mask);
+    fill(b, [&](int64_t t) { return exp_(at.later(t).read(call.k) - peak); });
     call.weights.each(s.size, [&](int64_t i, const float *tap) { taps[i] = load(tap + first, LANES); });
     map.mix(taps.data(), load(call.weights.outside() + first, LANES), sums.data());
     const float extra = mask.fill(b);
@@ -133,14 +106,14 @@ struct Worker {
         underflowed |= underflowed_lanes(denominator, at.lanes, underflow);
         store(call.e() + place, map.row(y)[x], LANES);
         store(call.denominators() + place, denominator, LANES);
-        if (call.den.data) at.later(t - at.t).write(call.den, denominator);
+        if (call.den.data) at.later(t).write(call.den, denominator);
       }
     return !any(underflowed);
   }
 
   // Writes a block of channels of the result.
   void mix(int64_t b, int64_t first) {
-    const HeadLanes heads(first, s.channels / call.heads, call.heads);
+    const Heads heads(first, s.channels / call.heads, call.heads);
     const Place at{b, 0, first, rest(s.channels, first)};
     const int64_t start = b * s.tokens() * call.stride();
     fill(b, [&](int64_t t) { return heads.read(call.e() + start + t * call.stride()) * at.later(t).read(call.v); });

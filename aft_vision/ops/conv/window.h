@@ -31,7 +31,8 @@ struct Aside {
 // out[x] += sum of taps[dy][dx] * map[y + dy][x + dx] for N targets of a row; the map is padded in x, not in y. Rows of at
 // most SPAN taps have a partial sum.
 template <int N>
-void mix_tile(const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_t x, Vec *out, const Aside &aside) {
+void mix_tile(const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_t x, Vec *out,
+              const Aside &aside = Aside()) {
   const int64_t r = s.reach(), end = std::min(r, s.height - 1 - y) + 1, rows = std::max<int64_t>(1, SPAN / s.size);
   for (int64_t dy = std::max<int64_t>(-r, -y); dy < end;) {
     Vec sum[N] = {};
@@ -44,25 +45,6 @@ void mix_tile(const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_
         for (int i = 0; i < N; ++i) sum[i] += aside.weight * aside.map[(y + dy) * s.width + x + i];
     }
     for (int i = 0; i < N; ++i) out[i] += sum[i];
-  }
-}
-
-// Call f<N> for an N that is known at run time.
-template <int N = TILE>
-void mix_row(int64_t n, const Vec *map, const Vec *taps, const Shape &s, int64_t y, int64_t x, Vec *out,
-             const Aside &aside = Aside()) {
-  if (n == N) return mix_tile<N>(map, taps, s, y, x, out, aside);
-  if constexpr (N > 1) mix_row<N - 1>(n, map, taps, s, y, x, out, aside);
-}
-
-// Cut a length into pieces of nearly equal size, none above TILE, and call f(first, size) for each.
-template <typename F>
-void in_tiles(int64_t length, F f) {
-  const int64_t count = (length + TILE - 1) / TILE;
-  for (int64_t i = 0, first = 0; i < count; ++i) {
-    const int64_t size = (length - first + count - i - 1) / (count - i);
-    f(first, size);
-    first += size;
   }
 }
 

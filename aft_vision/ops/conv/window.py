@@ -6,7 +6,6 @@ channels for a few sequences, and adds up all that no window reaches. A call wit
 again by the torch form, which repairs it; the backward is that of `conv.cpp`.
 """
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -18,20 +17,16 @@ from aft_vision.ops.common.cpp import (
     cast,
     compiled,
     float_buffer,
-    float_output,
     floats,
     lanes,
     operands,
     pack,
-    profiled,
+    run_backward,
     run_forward,
     stream,
     supports,
-    tokens,
     whole_vectors,
 )
-from aft_vision.ops.common.inputs import empty_denominator, empty_output
-from aft_vision.ops.common.numerics import UNDERFLOW
 from aft_vision.ops.conv import eager as conv
 from aft_vision.ops.conv import onehot
 from aft_vision.ops.conv.eager import ConvInputs
@@ -41,12 +36,6 @@ from aft_vision.ops.conv.onehot import OnehotInputs
 LANES = 8
 BLOCKS_PER_THREAD = 4
 
-
-class _DigitLimits(ctypes.Structure):
-    _fields_ = [('cancellation', ctypes.c_float), ('underflow', ctypes.c_float)]
-
-
-LIMITS = _DigitLimits(conv.CANCELLATION[torch.float32], UNDERFLOW[torch.float32])
 
 # Heads with fewer channels than this are narrow, by the floats of a vector.
 WIDE_CHANNELS = {8: 32, 16: 16}
@@ -107,60 +96,30 @@ def wide_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = None) 
 
 def depthwise_forward(inputs: ConvInputs, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return y and the denominators (AFT Eq. 6)."""
-    if not save:
-        y = _forward(inputs, inputs.kernel, None, None, weights)
-        return conv.conv_forward(inputs, save) if y is None else (y, None)
-    den = empty_denominator(inputs.k, inputs.v, save)
-    denominator = float_output(den)
-    y = _forward(inputs, inputs.kernel, None, denominator, weights)
-    if y is None:
-        return conv.conv_forward(inputs, save)
-    return y, den if denominator is den else den.copy_(denominator)
+    keep_alive: list[Tensor] = []
+    fields = _call(inputs, inputs.kernel, None, keep_alive, weights)
+    return run_forward('depthwise', inputs, fields, keep_alive, save) or conv.conv_forward(inputs, save)
 
 
 def onehot_forward(inputs: OnehotInputs, save: bool) -> tuple[Tensor, Tensor | None]:
     """Return y, and nothing saved (AFT Eq. 10)."""
-    y = _forward(inputs, inputs.weight.view(-1, 1, 1), inputs.offset, None)
-    return onehot.onehot_forward(inputs, save) if y is None else (y, None)
+    keep_alive: list[Tensor] = []
+    fields = _call(inputs, inputs.weight.view(-1, 1, 1), inputs.offset, keep_alive)
+    return run_forward('depthwise', inputs, fields, keep_alive, False) or onehot.onehot_forward(inputs, save)
 
 
-def depthwise_backward(
-    grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def depthwise_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need_bias: bool) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and kernel."""
     found = _backward((grad, y, den), inputs, inputs.kernel, None, need_bias)
     return found or conv.conv_backward(grad, y, den, inputs, need_bias)
 
 
-def onehot_backward(
-    grad: Tensor, y: Tensor, den: Tensor, inputs: OnehotInputs, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def onehot_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: OnehotInputs, need_bias: bool) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and weight."""
     found = _backward((grad, y, None), inputs, inputs.weight.view(-1, 1, 1), inputs.offset, need_bias)
-    if found is None:
-        return onehot.onehot_backward(grad, y, den, inputs, need_bias)
-    return *found[:3], found[3].flatten()
-
-
-def _forward(
-    inputs: ConvInputs | OnehotInputs,
-    bias: Tensor,
-    offset: Tensor | None,
-    den: Tensor | None,
-    weights: Tensor | None = None,
-) -> Tensor | None:
-    # Compute y and write the denominators into den; return None if digits are lost.
-    out = empty_output(inputs.q, inputs.v)
-    y = float_output(out)
-    keep_alive: list[Tensor] = []
-    fields = *_call(inputs, bias, offset, keep_alive, weights), *tokens(y, keep_alive), *tokens(den, keep_alive)
-    with profiled('aft_vision::depthwise_forward'):
-        keeps_digits = compiled().aft_depthwise_forward(
-            pack('aft_depthwise_forward', *fields), LIMITS, torch.get_num_threads()
-        )
-    if not keeps_digits:
-        return None
-    return out if y is out else out.copy_(y)
+    return (
+        onehot.onehot_backward(grad, y, den, inputs, need_bias) if found is None else (*found[:3], found[3].flatten())
+    )
 
 
 def _backward(
@@ -169,28 +128,17 @@ def _backward(
     bias: Tensor,
     offset: Tensor | None,
     need_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    # Gradients of q, k, v and the bias from grad, y and the denominators, if these are kept; empty ones where there is
-    # no such input. None where digits are lost.
+) -> tuple[Tensor, ...] | None:
+    # Gradients of q, k, v and the bias from grad, y and the denominators, if there are; None where digits are lost.
     q, k, v = inputs.q, inputs.k, inputs.v
-    dq, dk, dv = (None if x is None else float_buffer(x.shape) for x in (q, k, v))
     parts, d_taps, d_bias = _parts(v), None, None
     if need_bias:
         d_taps = float_buffer(parts * _window_size(bias, inputs.grid) ** 2 * v.shape[2])
         d_bias = float_buffer(bias.shape)
     keep_alive: list[Tensor] = []
-    fields = _call(inputs, bias, offset, keep_alive)
-    for x in (*results, dq, dk, dv):
-        fields += tokens(x, keep_alive)
-    fields += parts, address(d_taps, keep_alive), address(d_bias, keep_alive)
-    with profiled('aft_vision::depthwise_backward'):
-        keeps_digits = compiled().aft_depthwise_backward(
-            pack('aft_depthwise_backward', *fields), LIMITS, torch.get_num_threads()
-        )
-    if not keeps_digits:
-        return None
-    found = cast((dq, dk, dv, d_bias), (q, k, v, bias), k)
-    return found[0], found[1], found[2], found[3]
+    fields = *_call(inputs, bias, offset, keep_alive), parts
+    found = run_backward('depthwise', results, inputs, fields, keep_alive, (d_taps, d_bias))
+    return None if found is None else cast((*found, d_bias), (q, k, v, bias), k)
 
 
 def _call(
@@ -200,13 +148,13 @@ def _call(
     keep_alive: list[Tensor],
     weights: Tensor | None = None,
 ) -> tuple[int, ...]:
-    # The fields of `Call` in C++ for a position bias (D, s, s), or (D, 1, 1) with offsets (D, 2), whose weights may be
-    # given; `keep_alive` gets the tensors that must outlive the call.
+    # The fields of `Inputs` in C++ for a bias (D, s, s), or (D, 1, 1) with offsets (D, 2), whose weights may be given;
+    # `keep_alive` gets the tensors that must outlive the call.
     (batch, _, channels), (height, width) = inputs.v.shape, inputs.grid
     size = _window_size(bias, inputs.grid)
     placed = _place_weights(bias, size, weights, keep_alive)
     sizes = batch, height, width, channels, size, *placed, address(offset, keep_alive)
-    streams = *tokens(inputs.q, keep_alive), *tokens(inputs.k, keep_alive), *tokens(inputs.v, keep_alive)
+    streams = *stream(inputs.q, keep_alive), *stream(inputs.k, keep_alive), *stream(inputs.v, keep_alive)
     return *sizes, *streams, address(inputs.mask, keep_alive)
 
 

@@ -53,14 +53,7 @@ struct Keys {
   Vec peak;
 
   Keys(const Stream &k, const Stream &v, const Mask &mask, const Group &g, int64_t block)
-      : k(k), v(v), mask(mask), peak(splat(-std::numeric_limits<float>::max())) {
-    Place at = g.place(block, 0);
-    for (at.t = 0; at.t < mask.tokens; ++at.t) {
-      if (!mask.counts(at.b, at.t)) continue;
-      const Vec key = at.read(k);
-      peak = key > peak ? key : peak;
-    }
-  }
+      : k(k), v(v), mask(mask), peak(largest_keys(g.place(block, 0), k, mask)) {}
 
   // A token's weight and weighted value: 0 where it is masked or beyond the sequence.
   void weigh(const Place &at, Vec &numerator, Vec &denominator) const {
@@ -344,11 +337,8 @@ int backward(const Gradients &call, const typename Op::Word *weights, int thread
 
 // The largest bias of a target, which its weights are relative to. NaN stays.
 float peak_of(const float *row, int64_t tokens) {
-  const int64_t last = std::max<int64_t>(0, tokens - LANES);
-  const int count = rest(tokens, last);
-  Vec peak = below(count) ? load(row + last, count) : splat(-std::numeric_limits<float>::infinity());
-  for (int64_t s = 0; s < last; s += LANES) peak = larger(load(row + s, LANES), peak);
-  return largest(peak);
+  return largest(tokens, -std::numeric_limits<float>::infinity(),
+                 [&](int64_t s, int lanes) { return load(row + s, lanes); });
 }
 
 // Where a word of a product's weights is: (words, rows) for a block of rows after another, in tiles (words / LANES, rows,
