@@ -482,7 +482,9 @@ def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         interpreter._patch_lang(SimpleNamespace(__globals__={'tl': tl, 'core': tl.core}))
     monkeypatch.setattr(interpreter, '_patch_lang', lambda function: scope)
     monkeypatch.setattr(interpreter.InterpretedFunction, '__call__', lambda self, *x, **y: self.rewrite()(*x, **y))
-    # A third of its time goes to checks of overflow, of which nothing is made outside its mode for debugging.
+    # A third of its time goes to checks of overflow, of which nothing is made outside its mode for debugging, and to
+    # those of its own arrays.
+    monkeypatch.setattr(interpreter.TensorHandle, '__post_init__', lambda self: None, raising=False)
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, 'options', options)
     # It makes a table of all types to look up one, in a sixth of its time. Types of pointers have no hash.
@@ -491,6 +493,41 @@ def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         interpreter, '_get_np_dtype', lambda x: pointer if isinstance(x.scalar, tl.pointer_type) else known(x.scalar)
     )
+    _share_sizes(monkeypatch)
+
+
+def _share_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton wrap the sizes of tensors and types once each, which otherwise takes half of the time."""
+    from triton.language import core, semantic
+
+    make_tensor, make_type = core.tensor.__init__, core.block_type.__init__
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+    tensors: dict[tuple[Any, ...], dict[str, Any]] = {}
+    types: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in tensors:
+            make_tensor(self, handle, type)
+            tensors[key] = {'shape': self.shape, 'numel': self.numel}
+        self.__dict__.update(tensors[key], handle=handle, type=type, dtype=type.scalar)
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(x.value if isinstance(x, core.constexpr) else x for x in shape)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        self.__dict__.update(types[key], element_ty=element_ty)
+
+    def sizes(x: Any) -> list[int]:
+        return [*x.type.shape] if x.type.is_block() else []
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        return (lhs, rhs) if sizes(lhs) == sizes(rhs) else broadcast(self, lhs, rhs)
+
+    monkeypatch.setattr(core.tensor, '__init__', tensor)
+    monkeypatch.setattr(core.block_type, '__init__', block_type)
+    monkeypatch.setattr(semantic.TritonSemantic, 'broadcast_impl_value', broadcast_impl_value)
 
 
 def link_packages(folder: Path, names: Sequence[str]) -> None:
