@@ -56,32 +56,37 @@ def make_aft(size: tuple[int, int] = (16, 24), **kwargs: Any) -> torch.nn.Module
     return model.eval()
 
 
-def test_a_hub_folder_opens_in_timm_and_in_transformers(tmp_path):
+@pytest.fixture(scope='module')
+def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    """A model, and its folder with code."""
+    model, folder = make_aft((32, 32)), tmp_path_factory.mktemp('hub')
+    assert list(export_hub_folder(model, folder, parts=['code'])) == ['model.pt2']
+    return model, folder
+
+
+def test_a_hub_folder_opens_in_timm_and_in_transformers(hub):
     transformers = pytest.importorskip('transformers')
-    model, images = make_aft(), torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
-    assert list(export_hub_folder(model, tmp_path / 'hub', parts=['code'])) == ['model.pt2']
+    (model, folder), images = hub, torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     files = {'README.md', 'config.json', 'model.safetensors', 'model.pt2', 'modeling_aft_vision.py'}
-    assert {path.name for path in (tmp_path / 'hub').iterdir()} == files
-    loaded = timm.create_model(f'local-dir:{tmp_path / "hub"}', pretrained=True).eval()
+    assert {path.name for path in folder.iterdir()} == files | {'preprocessor_config.json'}
+    loaded = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
     torch.testing.assert_close(loaded(images), model(images))
     data_config = resolve_model_data_config(loaded)
-    assert (data_config['input_size'], data_config['crop_pct']) == ((3, 16, 24), 0.5)
-    wrapped = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / 'hub').eval()
+    assert (data_config['input_size'], data_config['crop_pct']) == ((3, 32, 32), 0.5)
+    wrapped = transformers.AutoModelForImageClassification.from_pretrained(folder).eval()
     assert type(wrapped).__name__ == 'TimmWrapperForImageClassification'
     torch.testing.assert_close(wrapped(images).logits, model(images), rtol=1e-4, atol=1e-5)
     assert wrapped.config.id2label == {0: 'boot', 1: 'hat'}
 
 
-def test_a_folder_with_code_has_the_processor_of_timm_unless_its_code_is_trusted(tmp_path):
-    transformers = pytest.importorskip('transformers')
-    export_hub_folder(make_aft((32, 32)), tmp_path / 'hub', parts=['code'])
-    assert (tmp_path / 'hub' / 'preprocessor_config.json').exists()
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / 'hub')
+def test_a_folder_with_code_has_the_processor_of_timm_unless_its_code_is_trusted(hub):
+    transformers, folder = pytest.importorskip('transformers'), hub[1]
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
     assert type(processor).__name__ == 'TimmWrapperImageProcessor'
     needed = [x for x in metadata.requires('aft_vision') or [] if x.startswith('transformers')]
     version = re.search(r'>=([\d.]+)', needed[0])[1]
     for name in ('modeling_aft_vision.py', 'README.md'):
-        assert f'{version} or newer' in (tmp_path / 'hub' / name).read_text()
+        assert f'{version} or newer' in (folder / name).read_text()
 
 
 def test_a_run_of_another_size_keeps_it_whatever_the_architecture_names(tmp_path):
@@ -211,11 +216,9 @@ def test_the_card_says_how_programs_are_loaded():
     assert "pipeline('image-classification', 'FOLDER', trust_remote_code=True)" in card
 
 
-def test_the_card_of_a_program_says_the_smallest_image(tmp_path):
-    model = make_aft(size=(32, 32))
-    export_hub_folder(model, tmp_path, parts=['code'])
-    program = torch.export.load(tmp_path / 'model.pt2').module()
-    smallest = re.search(r'at least (\d+) x (\d+) pixels', (tmp_path / 'README.md').read_text())
+def test_the_card_of_a_program_says_the_smallest_image(hub):
+    program = torch.export.load(hub[1] / 'model.pt2').module()
+    smallest = re.search(r'at least (\d+) x (\d+) pixels', (hub[1] / 'README.md').read_text())
     height, width = map(int, smallest.groups())
     assert program(torch.zeros(1, 3, height, width)).shape == (1, 2)
     with pytest.raises(AssertionError):

@@ -9,26 +9,14 @@ from typing import Any
 import pytest
 import timm
 import torch
+from small_models import make
 from torch import Tensor, nn
 
 from aft_vision.export import Shape, choose_shape, export_onnx, export_pt2, program
 from aft_vision.export.verify import Check, onnx_runner
 from aft_vision.sizes import takes_any_size
 
-TINY = dict(depth=1, embed_dim=32, patch_size=8, img_size=32, num_classes=5)
 SIZES = ((32, 32), (16, 56), (72, 64))
-
-
-def make(name: str = 'aft_conv_tiny', **kwargs: Any) -> nn.Module:
-    torch.manual_seed(0)
-    conv = dict(num_heads=8, kernel_size=5) if 'conv' in name else dict(num_heads=8) if 'axial' in name else {}
-    model = timm.create_model(name, **{**TINY, **conv, **kwargs}).eval()
-    # As the trainer records it.
-    model.pretrained_cfg['input_size'] = (3, 32, 32)
-    for key, parameter in model.named_parameters():
-        if key.endswith(('gamma', '.u', '.v')):
-            nn.init.normal_(parameter)
-    return model
 
 
 def images(batch: int, height: int, width: int) -> Tensor:
@@ -44,24 +32,14 @@ def assert_equal(model: nn.Module, run: Any, batch: int, size: tuple[int, int]) 
 
 
 @pytest.fixture(scope='module')
-def onnx_file(tmp_path_factory):
-    pytest.importorskip('onnxruntime')
-    pytest.importorskip('onnxscript')
-    path = tmp_path_factory.mktemp('onnx') / 'model.onnx'
-    model = make()
-    model.pretrained_cfg['label_names'] = ['a', 'b', 'c', 'd', 'e']
-    return path, export_onnx(model, path)
-
-
-@pytest.fixture(scope='module')
 def run_onnx(onnx_file):
     return onnx_runner(onnx_file[0])
 
 
 @pytest.mark.parametrize('size', SIZES, ids=str)
 @pytest.mark.parametrize('batch', [1, 3])
-def test_one_onnx_file_serves_every_size_and_batch(run_onnx, batch, size):
-    assert_equal(make(), run_onnx, batch, size)
+def test_one_onnx_file_serves_every_size_and_batch(hybrid, run_onnx, batch, size):
+    assert_equal(hybrid, run_onnx, batch, size)
 
 
 def test_the_export_reports_three_sizes(onnx_file):
@@ -81,10 +59,10 @@ def test_eq_8_and_the_exponentials_of_the_bias_are_folded(onnx_file):
     # Of the keys alone; and no standardisation, which would take a deviation.
     count = [node.op_type for node in graph.node].count
     assert (count('Exp'), count('Sqrt'), count('Pow')) == (1, 0, 0)
-    # One product with its bias for each projection, though no size is known: q, k, v, proj, fc1, fc2, head.
-    assert (count('Gemm'), count('MatMul'), count('Split')) == (7, 0, 0)
-    norms = {'norm1', 'norm2', 'norm'}
-    assert count('LayerNormalization') == len(norms)
+    # One product with its bias for each projection though no size is known, q, k, v, proj, fc1, fc2, head; in the block
+    # with attention only fc1 and fc2, next to qkv, proj and two products of tokens.
+    assert (count('Gemm'), count('MatMul'), count('Split')) == (7 + 2, 4, 0)
+    assert count('LayerNormalization') == 2 * 2 + 1
 
 
 def test_onnxruntime_does_not_merge_the_columns_beside_the_maps_into_the_convolution(onnx_file, tmp_path):
@@ -98,11 +76,11 @@ def test_onnxruntime_does_not_merge_the_columns_beside_the_maps_into_the_convolu
 
 
 @pytest.mark.parametrize('size', SIZES, ids=str)
-def test_openvino_computes_the_same_file_at_every_size(onnx_file, size):
+def test_openvino_computes_the_same_file_at_every_size(hybrid, onnx_file, size):
     pytest.importorskip('openvino')
     from tools.benchmark.models import openvino_runner
 
-    assert_equal(make(), openvino_runner(onnx_file[0], 1), 3, size)
+    assert_equal(hybrid, openvino_runner(onnx_file[0], 1), 3, size)
 
 
 def test_an_onnx_file_says_how_images_are_prepared(onnx_file):
@@ -122,16 +100,15 @@ def test_the_matrix_form_has_no_convolution_but_the_patches():
     assert_equal(model, traced.module(), 3, (32, 48))
 
 
-def test_aft_full_keeps_its_bias_as_a_constant_of_the_chosen_size(tmp_path):
-    onnx = pytest.importorskip('onnx')
-    pytest.importorskip('onnxruntime')
-    model, path = make('aft_full_tiny'), tmp_path / 'model.onnx'
+@torch.no_grad()
+def test_aft_full_keeps_its_bias_as_a_constant_of_the_chosen_size():
+    model = make('aft_full_tiny')
     shape = choose_shape(model, (32, 48))
     assert shape.fixed_size
-    export_onnx(model, path, shape)
-    assert [25, 25] in [list(x.dims) for x in onnx.load(path).graph.initializer]
+    traced = program.trace(program.fold(model, shape), shape)
+    assert (25, 25) in [tuple(x.shape) for x in traced.state_dict.values()]
     model.set_input_size((32, 48))
-    assert_equal(model, onnx_runner(path), 3, (32, 48))
+    assert_equal(model, traced.module(), 3, (32, 48))
 
 
 def test_what_is_resampled_bicubically_is_a_constant_as_openvino_ignores_antialiasing(tmp_path):
@@ -139,7 +116,9 @@ def test_what_is_resampled_bicubically_is_a_constant_as_openvino_ignores_antiali
     pytest.importorskip('onnxruntime')
     model, path = make('aft_full_tiny', dynamic_img_size=True), tmp_path / 'model.onnx'
     export_onnx(model, path, choose_shape(model, (32, 48)))
-    assert 'Resize' not in {node.op_type for node in onnx.load(path).graph.node}
+    graph = onnx.load(path).graph
+    assert [25, 25] in [list(x.dims) for x in graph.initializer]
+    assert 'Resize' not in {node.op_type for node in graph.node}
     assert_equal(model, onnx_runner(path), 3, (32, 48))
 
 

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 import torch
 
-from aft_vision.export import INT8_MODES, export_onnx, quantize_onnx
+from aft_vision.export import INT8_MODES, quantize_onnx
 from aft_vision.export.verify import onnx_runner
 from tools import export as tool
 
-SMALL = dict(depth=2, embed_dim=32, patch_size=8, img_size=32, num_classes=5, num_heads=8, kernel_size=5)
 SIZES = ((32, 32), (16, 56))
 
 
@@ -22,19 +20,10 @@ def photographs(count: int, *size: int) -> list[torch.Tensor]:
     return [torch.randn(1, 3, *size, generator=generator) for _ in range(count)]
 
 
-@pytest.fixture(scope='module')
-def exact(tmp_path_factory) -> Path:
+@pytest.fixture
+def exact(onnx_file: tuple[Path, object]) -> Path:
     """A file in float32 of a block with AFT-conv and a block with attention."""
-    for package in ('onnx', 'onnxruntime', 'onnxscript'):
-        pytest.importorskip(package)
-    torch.manual_seed(0)
-    model = timm.create_model('aft_conv_tiny', **SMALL, attention_blocks=[1]).eval()
-    model.pretrained_cfg['input_size'] = (3, 32, 32)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    path = tmp_path_factory.mktemp('float32') / 'model.onnx'
-    export_onnx(model, path)
-    return path
+    return onnx_file[0]
 
 
 @pytest.mark.parametrize('mode', INT8_MODES)
