@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
+from aft_vision.ops import reference
 from aft_vision.ops.declaration import OPERATIONS
 from aft_vision.ops.flops import count_products
 
@@ -56,6 +57,19 @@ def check_one_token(name: str) -> None:
     inputs = inputs_of(name, (1, 1))
     assert_close(compute(name, **inputs), torch.sigmoid(inputs['q']) * inputs['v'], 1e-12)
     assert_matches_reference(function(name), OPERATIONS[name].reference, inputs, nasty=True)
+
+
+def check_limits(name: str) -> None:
+    """A sequence alone gives its row of the batch, shifted keys change nothing, and biases of 0 leave AFT-simple."""
+    operation, inputs = OPERATIONS[name], inputs_of(name)
+    y = compute(name, **inputs)
+    assert_close(compute(name, **{n: x[1:] if n in 'qkv' else x for n, x in inputs.items()}), y[1:], 1e-12)
+    assert_close(compute(name, **inputs | {'k': inputs['k'] + 50.0}), y, 1e-12)
+    q, k, v = (inputs[n] for n in 'qkv')
+    simple = reference.aft_simple_causal if operation.causal else reference.aft_simple
+    expected = simple(q, k.repeat_interleave(v.shape[2] // k.shape[2], 2), v)
+    zeros = {n: torch.zeros_like(inputs[n]) for n in operation.biases}
+    assert_close(compute(name, **inputs | zeros), expected, 1e-12)
 
 
 def check_hidden_tokens(name: str) -> None:

@@ -99,6 +99,23 @@ def make_mask(B: int, T: int) -> Tensor:
     return mask
 
 
+def change(name: str, inputs: dict[str, Any], others: str) -> dict[str, Any]:
+    """The inputs 'masked', or that 'in part', which leaves tokens in each sequence; with 'no gate'; 'window alone'."""
+    found = dict(inputs)
+    if 'masked' in others:
+        mask = found['mask'] = make_mask(*inputs['v'].shape[:2])
+        if 'in part' in others:
+            mask[1] = mask[0].roll(1)
+        if OPERATIONS[name].causal:
+            # The first targets see nothing.
+            mask[:, 0] = False
+    if 'no gate' in others:
+        found['q'] = None
+    if 'window alone' in others:
+        found['global_context'] = False
+    return found
+
+
 def single(inputs: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = 'cpu') -> dict[str, Any]:
     """The inputs with floating-point tensors as leaves in single precision, or in another."""
     return {name: _leaf(x, dtype, device) for name, x in inputs.items()}

@@ -5,13 +5,11 @@ Values are those of the torch forms; those of the kernels are in `common/test_ke
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from helpers import (
-    NASTY_BIASES,
     NASTY_KEYS,
     assert_close,
     assert_keys_of_minus_infinity_are_masked,
@@ -34,51 +32,6 @@ from aft_vision.ops.decode import step as decode_step
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAMES = ['aft_full_causal', 'aft_local_causal', 'aft_simple_causal']
-
-
-@pytest.mark.parametrize('dtype', DTYPES, ids=str)
-@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
-@pytest.mark.parametrize(
-    ('name', 'T', 's'),
-    [
-        *((NAMES[0], T, 0) for T in (5, 70, 150)),
-        *((NAMES[1], T, s) for T, s in ((5, 1), (5, 9), (70, 3), (70, 40), (150, 70), (150, 150))),
-        *((NAMES[2], T, 0) for T in (5, 70, 150)),
-    ],
-)
-def test_a_causal_operation_equals_float64(name: str, T: int, s: int, masked: bool, dtype: torch.dtype):
-    mask = None
-    if masked:
-        mask = torch.rand(2, T, generator=generator(3)) > 0.4
-        mask[:, :2] = torch.tensor([False, True])  # the first target of every row sees nothing
-    inputs = make_inputs(name, T, s=s) | {'mask': mask}
-    op = partial(getattr(ops, name), backend='eager')
-    assert_matches_reference(op, getattr(reference, name), inputs, dtype)
-
-
-@pytest.mark.parametrize('keys', NASTY_KEYS)
-@pytest.mark.parametrize(
-    ('name', 's', 'bias'),
-    [
-        *((NAMES[0], 0, bias) for bias in NASTY_BIASES),
-        # The tests of the compiled form have every bias.
-        *((NAMES[1], s, bias) for s in (1, 5, 90) for bias in ('within_50', 'plus_minus_80')),
-        (NAMES[2], 0, 'ordinary'),
-    ],
-)
-def test_a_causal_operation_survives_nasty_inputs(name: str, s: int, keys: str, bias: str):
-    inputs = make_nasty(make_inputs(name, 70, s=s, D=3), keys, bias)
-    assert_matches_reference(getattr(ops, name), getattr(reference, name), inputs, nasty=True)
-
-
-@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
-@pytest.mark.parametrize('keys', ['ordinary', *NASTY_KEYS])
-@pytest.mark.parametrize('name', NAMES[1:])
-def test_the_torch_form_survives_nasty_inputs(name: str, keys: str, masked: bool):
-    mask = torch.rand(2, 70, generator=generator(3)) > 0.4
-    inputs = make_nasty(make_inputs(name, 70, s=40, D=3), keys) | {'mask': mask if masked else None}
-    op = partial(getattr(ops, name), backend='eager')
-    assert_matches_reference(op, getattr(reference, name), inputs, nasty=keys != 'ordinary')
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
@@ -363,13 +316,6 @@ def test_causal_local_equals_causal_full_when_the_window_covers_everything():
 def test_causal_simple_ends_at_the_whole_simple():
     inputs = make_inputs('aft_simple_causal', 70)
     assert_close(ops.aft_simple_causal(**inputs)[:, -1], ops.aft_simple(**inputs)[:, -1], 1e-12)
-
-
-@pytest.mark.parametrize('name', NAMES)
-def test_a_batch_of_one_equals_its_row_in_a_batch(name: str):
-    inputs = make_inputs(name, 70, B=3)
-    row = {key: x[1:2] if key in 'qkv' else x for key, x in inputs.items()}
-    assert_close(getattr(ops, name)(**row), getattr(ops, name)(**inputs)[1:2], 1e-12)
 
 
 def run_chunks(inputs: dict[str, Tensor], chunks: list[int], dtype: torch.dtype = torch.float64) -> Tensor:

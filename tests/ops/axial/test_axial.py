@@ -34,12 +34,6 @@ def test_it_equals_aft_conv_where_the_kernel_covers_the_grid():
     assert_close(axial, ops.aft_conv(**inputs, kernel=kernel), 1e-12)
 
 
-def test_a_zero_bias_is_aft_simple():
-    inputs = make_axial(GRID)
-    zeros = {name: torch.zeros_like(inputs[name]) for name in ('row_bias', 'column_bias')}
-    assert_close(ops.aft_axial(**inputs | zeros), ops.aft_simple(inputs['q'], inputs['k'], inputs['v']), 1e-12)
-
-
 def test_a_shift_of_keys_or_of_a_bias_that_covers_the_grid_changes_nothing():
     inputs = make_axial(GRID, s=GRID, heads=3)
     shifted = {name: inputs[name] + 50.0 for name in ('k', 'row_bias', 'column_bias')}

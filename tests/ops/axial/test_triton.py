@@ -6,17 +6,17 @@ from helpers import assert_close, make_inputs, single
 
 from aft_vision import ops
 
-pytestmark = pytest.mark.usefixtures('triton_device')
 
-
-@pytest.mark.parametrize('path', ['pairs', 'lines'])
-def test_a_key_or_a_value_that_is_not_finite_stays_in_its_sequence_and_head(
-    path: str, triton_device: str, monkeypatch: pytest.MonkeyPatch
-):
-    if path == 'lines':
+@pytest.fixture(params=['pairs', 'lines'], autouse=True)
+def path(request: pytest.FixtureRequest, triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute small grids in each way."""
+    if request.param == 'lines':
         for limit in ('PAIRED', 'PAIRED_INTERPRETED'):
             monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
         monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
+
+
+def test_a_key_or_a_value_that_is_not_finite_stays_in_its_sequence_and_head(triton_device: str):
     inputs = make_inputs('aft_axial', (2, 3), 6, (2, 3), 2)
     inputs['k'][0, 3, 0], inputs['v'][1, 4, 5] = float('inf'), float('nan')
     found = ops.aft_axial(**single(inputs, device=triton_device), backend='triton').isnan()
@@ -25,14 +25,8 @@ def test_a_key_or_a_value_that_is_not_finite_stays_in_its_sequence_and_head(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize('path', ['pairs', 'lines'])
 @pytest.mark.parametrize('shifts', [(1e3, 1e3), (1e4, 0.0), (-1e30, 5.0)])
-def test_a_constant_of_an_axis_changes_nothing(
-    path: str, shifts: tuple[float, float], triton_device: str, monkeypatch: pytest.MonkeyPatch
-):
-    if path == 'lines':
-        for limit in ('PAIRED', 'PAIRED_INTERPRETED'):
-            monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
+def test_a_constant_of_an_axis_changes_nothing(shifts: tuple[float, float], triton_device: str):
     inputs = single(make_inputs('aft_axial', (3, 4), 6, (3, 4), 2), device=triton_device)
     for name, shift in zip(('row_bias', 'column_bias'), shifts, strict=True):
         # What is left of the bias after the addition, without the constant and with it.

@@ -22,9 +22,9 @@ from helpers import (
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
     assert_passes_opcheck,
+    change,
     kernels_run,
     make_inputs,
-    make_mask,
     make_nasty,
     operands,
     plain,
@@ -96,23 +96,6 @@ def rows(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
     marks = {'cpp': [pytest.mark.cpp], 'triton': []}
     found = [pytest.param(*x, marks=marks[x[0].split()[0]], id='-'.join(map(str, x))) for x in cases]
     return pytest.mark.parametrize(names, found)
-
-
-def change(name: str, inputs: dict[str, Any], others: str) -> dict[str, Any]:
-    """The inputs 'masked', or that 'in part', which leaves tokens in each sequence; with 'no gate'; 'window alone'."""
-    found = dict(inputs)
-    if 'masked' in others:
-        mask = found['mask'] = make_mask(*inputs['v'].shape[:2])
-        if 'in part' in others:
-            mask[1] = mask[0].roll(1)
-        if name.endswith('causal'):
-            # The first targets see nothing.
-            mask[:, 0] = False
-    if 'no gate' in others:
-        found['q'] = None
-    if 'window alone' in others:
-        found['global_context'] = False
-    return found
 
 
 # Less than a vector, whole ones and a rest, of channels, of tokens and of heads, heads within a vector, across two and
@@ -393,6 +376,7 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
             )
             for dtype in DTYPES[:2]
         ),
+        ('cpp', 'aft_full', (15, 6), '', 'normal_30', 'plus_minus_80', torch.float32),
         ('cpp tiles', 'aft_full', (35, 20), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('cpp tiles', 'aft_conv', ((3, 20), 12, 5, 3), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('cpp tiles', 'aft_local_causal', (40, 9, 5), '', 'ordinary', 'ordinary', torch.bfloat16),

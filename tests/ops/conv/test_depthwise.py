@@ -103,12 +103,6 @@ def test_other_inputs_take_the_kernels_for_several_channels(other: dict[str, obj
     assert kernels_run(lambda: ops.aft_conv(**inputs).sum().backward()) == names
 
 
-def test_eager_can_be_asked_for():
-    inputs = single(make_inputs('aft_conv', (5, 7), 66, 3))
-    assert kernels_run(lambda: ops.aft_conv(**inputs, backend='eager').sum().backward()) == set()
-    assert_close(ops.aft_conv(**inputs, backend='eager'), ops.aft_conv(**inputs, backend='cpp').double(), 1e-5)
-
-
 def test_asking_for_it_where_there_is_none_warns_once():
     operator._warn_once.cache_clear()
     q, k, v = (x.float() for x in make_qkv(T=12, D=6))
