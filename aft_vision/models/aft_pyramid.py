@@ -23,6 +23,7 @@ from timm.layers import (
     calculate_drop_path_rates,
     get_act_layer,
     get_device_dtype,
+    register_notrace_function,
     to_2tuple,
 )
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, named_apply, register_model
@@ -34,9 +35,10 @@ from torch import Tensor, nn
 from aft_vision.layers import AFTBlock, aft_mixers, fix_trained_size
 from aft_vision.layers.fused import FusedConvolutions, FusibleConvNormAct
 from aft_vision.layers.mixers import find_mixer, split_arguments
+from aft_vision.models.aft_vit import pool_tokens
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 
-# Pixels per position of the last stage, along a side.
+# Pixels per position of the last stage and of a padding mask, along a side.
 STRIDE = 32
 # Pixels per position of the input of each stage, along a side.
 STRIDES = (2, 4, 8, 16)
@@ -62,16 +64,21 @@ class ConvStage(nn.Module):
 
     Args:
         blocks: of maps (B, C, H, W).
+        factor: positions of the input per position of the mask, along a side.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], factor: int) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*blocks)
+        self.factor = factor
         self.grad_checkpointing = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        factor = self.factor
         for block in self.blocks:
+            x = clear_padding(x, mask, factor)
             x = checkpoint(block, x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+            factor = self.factor // 2
         return x
 
 
@@ -81,24 +88,27 @@ class AFTStage(nn.Module):
     Args:
         downsample: of maps (B, C, H, W).
         blocks: called as an AFTBlock.
+        factor: positions of the input per position of the mask, along a side.
     """
 
-    def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, downsample: nn.Module, blocks: Sequence[nn.Module], factor: int) -> None:
         super().__init__()
         self.downsample = downsample
         self.blocks = nn.Sequential(*blocks)
+        self.factor = factor
         self.grad_checkpointing = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.downsample(x)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.downsample(clear_padding(x, mask, self.factor))
         grid = (x.shape[2], x.shape[3])
+        counted = token_mask(mask, grid, self.factor // 2)
         # Maps in the order of tokens need no copy on the way there and back.
         x = x.flatten(2).transpose(1, 2)  # (B, T, C)
         for block in self.blocks:
             if self.grad_checkpointing and not torch.jit.is_scripting():
-                x = checkpoint(block, x, grid)
+                x = checkpoint(block, x, grid, counted)
             else:
-                x = block(x, grid)
+                x = block(x, grid, counted)
         return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], grid[0], grid[1])
 
 
@@ -173,8 +183,10 @@ class AFTPyramid(nn.Module):
         _check_arguments(dims, depths, num_heads, window_size, attention_blocks)
         stage_args = _mixer_arguments(mixer, mixer_args, {'num_heads': num_heads, 'window_size': window_size}, kwargs)
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
-        # An export reads it.
         self.stride = STRIDE
+        # Positions of the last map per position of a mask, along a side: more than one after a stage was removed.
+        self.mask_factor = 1
+        # The first layer is the 3 x 3 convolution, so that zeros at padding before it are all that a mask needs.
         self.stem = FusibleConvNormAct(in_chans, stem_dim, 3, stride=2, act_layer=act_layer, **dd)
         conv: Any = partial(FusibleEdgeResidual, exp_ratio=expand_ratio, act_layer=act_layer, **dd)
         block_args: dict[str, Any] = dict(mlp_ratio=mlp_ratio, qkv_bias=qkv_bias, init_values=init_values, **dd)
@@ -183,10 +195,12 @@ class AFTPyramid(nn.Module):
         rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         stages: list[nn.Module] = []
         for stage, (width, dim) in enumerate(itertools.pairwise((stem_dim, *dims))):
+            factor = STRIDE // STRIDES[stage]
             if stage < CONV_STAGES:
                 first, *others = rates[stage]
                 halving = conv(width, dim, stride=2, drop_path_rate=first)
-                stages.append(ConvStage([halving, *(conv(dim, dim, drop_path_rate=rate) for rate in others)]))
+                blocks = [halving, *(conv(dim, dim, drop_path_rate=rate) for rate in others)]
+                stages.append(ConvStage(blocks, factor))
                 continue
             blocks = [
                 AttentionBlock(dim, attention_heads(dim), drop_path=rate, **block_args)
@@ -194,7 +208,7 @@ class AFTPyramid(nn.Module):
                 else AFTBlock(dim, drop_path=rate, **stage_args[stage - CONV_STAGES], **block_args)
                 for place, rate in enumerate(rates[stage], sum(depths[:stage]))
             ]
-            stages.append(AFTStage(conv(width, dim, stride=2), blocks))
+            stages.append(AFTStage(conv(width, dim, stride=2), blocks, factor))
         self.stages = nn.Sequential(*stages)
         self.feature_info: list[dict[str, Any]] = [
             dict(num_chs=dim, reduction=2 * stride, module=f'stages.{index}')
@@ -256,13 +270,24 @@ class AFTPyramid(nn.Module):
         self.head.reset(num_classes, global_pool, reset_other=reset_other, in_features=self.num_features, **dd)
         self.head_hidden_size = self.head.num_features
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Compute the map of the last stage, (B, C, H / 32, W / 32) rounded up, of images (B, 3, H, W)."""
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Compute the map of the last stage.
+
+        Args:
+            x: (B, 3, H, W) images.
+            attn_mask: (B, rows, columns) bool over squares of 32 pixels, True where one counts: for a padded batch of
+                mixed sizes. rows and columns are H / 32 and W / 32, rounded up. In training, batch normalisation counts
+                padding too.
+
+        Returns:
+            (B, C, rows, columns).
+        """
         if not torch.jit.is_scripting():
             fix_trained_size(x)
-        x = self.stem(x)
+        check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
+        x = self.stem(clear_padding(x, attn_mask, self.stride))
         for stage in self.stages:
-            x = stage(x)
+            x = stage(x, attn_mask)
         return x
 
     def forward_intermediates(
@@ -273,6 +298,7 @@ class AFTPyramid(nn.Module):
         stop_early: bool = False,
         output_fmt: str = 'NCHW',
         intermediates_only: bool = False,
+        attn_mask: Tensor | None = None,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Compute the maps of chosen stages, as timm's `forward_intermediates`.
 
@@ -283,6 +309,7 @@ class AFTPyramid(nn.Module):
             stop_early: stop after the last chosen stage.
             output_fmt: only 'NCHW'.
             intermediates_only: leave the final map out.
+            attn_mask: as in `forward_features`.
 
         Raises:
             ValueError: output_fmt is another one.
@@ -292,10 +319,11 @@ class AFTPyramid(nn.Module):
         taken, last = feature_take_indices(len(self.stages), indices)
         if not torch.jit.is_scripting():
             fix_trained_size(x)
-        x = self.stem(x)
+        check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
+        x = self.stem(clear_padding(x, attn_mask, self.stride))
         maps: list[Tensor] = []
         for i, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
-            x = stage(x)
+            x = stage(x, attn_mask)
             if i in taken:
                 maps.append(x)
         return maps if intermediates_only else (x, maps)
@@ -319,17 +347,20 @@ class AFTPyramid(nn.Module):
         self.stages = self.stages[: last + 1]
         if is_cut:
             self.num_features = self.head_hidden_size = self.feature_info[last]['num_chs']
+        self.mask_factor = self.stride // self.feature_info[last]['reduction']
         if prune_head or is_cut:
             self.reset_classifier(0, '', reset_other=True)
         return taken
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+    def forward_head(self, x: Tensor, pre_logits: bool = False, attn_mask: Tensor | None = None) -> Tensor:
         """Compute logits (B, classes) of a map (B, C, rows, columns), or with pre_logits the classifier's input."""
-        return self.head(x, pre_logits=pre_logits)
+        return self.head(
+            pool_counted(x, attn_mask, self.mask_factor, self.head.global_pool.pool_type), pre_logits=pre_logits
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute logits (B, classes) of images (B, 3, H, W)."""
-        return self.forward_head(self.forward_features(x))
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        """Compute logits (B, classes) of images (B, 3, H, W); attn_mask as in `forward_features`."""
+        return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
 
 
 def _check_arguments(
@@ -364,6 +395,62 @@ def _mixer_arguments(
             raise TypeError(f'AFTPyramid has no {", ".join(others)}')
         found.append(chosen)
     return found
+
+
+# The functions of a mask are leaves for FX, which cannot branch on whether a traced argument is None.
+@torch.fx.wrap
+@register_notrace_function
+def check_mask(mask: Tensor | None, batch: int, height: int, width: int, stride: int) -> None:
+    """Raise a ValueError unless a mask has a position for each square of so many pixels of an image, rounded up."""
+    if mask is None:
+        return
+    rows, columns = (height + stride - 1) // stride, (width + stride - 1) // stride
+    if mask.dtype != torch.bool or list(mask.shape) != [batch, rows, columns]:
+        raise ValueError(
+            f'attn_mask must be a bool tensor of shape ({batch}, {rows}, {columns}), True where a square of '
+            f'{stride} pixels counts, got {mask.dtype} of shape {list(mask.shape)}'
+        )
+
+
+@torch.fx.wrap
+@register_notrace_function
+def clear_padding(x: Tensor, mask: Tensor | None, factor: int) -> Tensor:
+    """Return a map (B, C, H, W) with zeros where the mask is False, as a convolution pads an image's border.
+
+    Args:
+        mask: as in `AFTPyramid.forward_features`.
+        factor: positions of x to one of the mask, along a side.
+    """
+    if mask is None:
+        return x
+    return x.masked_fill(~_resize_mask(mask, x.shape[2], x.shape[3], factor).unsqueeze(1), 0.0)
+
+
+@torch.fx.wrap
+@register_notrace_function
+def token_mask(mask: Tensor | None, grid: tuple[int, int], factor: int) -> Tensor | None:
+    """Return the mask of the tokens of a grid, (B, T)."""
+    return None if mask is None else _resize_mask(mask, grid[0], grid[1], factor).flatten(1)
+
+
+def _resize_mask(mask: Tensor, height: int, width: int, factor: int) -> Tensor:
+    return mask.repeat_interleave(factor, 1).repeat_interleave(factor, 2)[:, :height, :width]
+
+
+@torch.fx.wrap
+@register_notrace_function
+def pool_counted(x: Tensor, mask: Tensor | None, factor: int, pool_type: str) -> Tensor:
+    """Return a map (B, C, H, W) as it is, or with a mask its pooled positions that count, (B, C, 1, 1).
+
+    Args:
+        factor: positions of x to one of the mask, along a side.
+    """
+    if mask is None or pool_type == '':
+        return x
+    if pool_type not in ('avg', 'max', 'avgmax'):
+        raise ValueError(f"attn_mask needs global_pool 'avg', 'max', 'avgmax' or '', got '{pool_type}'")
+    mask = _resize_mask(mask, x.shape[2], x.shape[3], factor)
+    return pool_tokens(x.flatten(2).transpose(1, 2), mask, pool_type, 0, True)[:, :, None, None]
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTPyramid) -> dict[str, Any]:

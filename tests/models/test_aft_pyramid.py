@@ -98,6 +98,44 @@ def test_the_width_before_a_classifier_that_stays_is_that_of_its_hidden_layer():
     assert model.num_features == model.head_hidden_size == 16
 
 
+@pytest.mark.parametrize('global_pool', ['avg', 'max', 'avgmax'])
+def test_a_padded_image_gets_the_logits_that_it_gets_alone(global_pool):
+    model = make_model(global_pool=global_pool)
+    images, mask = make_images(2, 3, 96, 128), torch.zeros(2, 3, 4, dtype=torch.bool)
+    mask[0], mask[1, :2, :3] = True, True
+    logits = run(model, images, mask)
+    torch.testing.assert_close(logits[:1], run(model, images[:1]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits[1:], run(model, images[1:, :, :64, :96]), rtol=1e-4, atol=1e-5)
+    assert (logits[1:] - run(model, images[1:])).abs().max() > 1e-3
+
+
+def test_the_maps_of_a_padded_image_are_those_that_it_has_alone():
+    model, images = make_model(), make_images(1, 3, 64, 96)
+    mask = torch.tensor([[[True, True, False], [False, False, False]]])
+    padded = model.forward_intermediates(images, intermediates_only=True, attn_mask=mask)
+    alone = model.forward_intermediates(images[:, :, :32, :64], intermediates_only=True)
+    for found, wanted in zip(padded, alone, strict=True):
+        torch.testing.assert_close(found[:, :, : wanted.shape[2], : wanted.shape[3]], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('last', [1, 2])
+def test_a_padded_image_gets_the_logits_that_it_gets_alone_from_the_map_of_an_earlier_stage(last):
+    model, images = make_model(), make_images(1, 3, 80, 72)
+    model.prune_intermediate_layers([last])
+    model.reset_classifier(4, 'avg')
+    mask = torch.tensor([[[True, True, False], [True, True, False], [False, False, False]]])
+    alone = run(model, images[:, :, :64, :64])
+    torch.testing.assert_close(run(model, images, mask), alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'mask', [torch.ones(1, 2, 2, dtype=torch.bool), torch.ones(1, 2, 3), torch.ones(2, 2, 3, dtype=torch.bool)]
+)
+def test_a_mask_of_another_shape_or_type_is_an_error(mask):
+    with pytest.raises(ValueError, match=r'attn_mask must be a bool tensor of shape \(1, 2, 3\)'):
+        make_model()(make_images(1, 3, 64, 96), mask)
+
+
 def test_checkpointing_and_scripting_change_nothing():
     images = make_images(2, 3, 64, 96)
     with timm.layers.set_scriptable(True):
