@@ -27,20 +27,12 @@ def make_pyramid(name: str = 'aft_conv_tiny', **kwargs: object) -> SimpleFeature
 
 @pytest.mark.parametrize(('name', 'kwargs'), MODELS)
 @torch.no_grad()
-def test_dense_features_have_a_stride_of_16_at_a_large_size(name, kwargs):
-    model = make_features(name, dynamic_img_pad=True, **kwargs)
-    assert model.feature_info.reduction() == [16, 16]
-    features = model(randn(1, 3, 1024, 768, dtype=torch.float32))
-    assert [tuple(x.shape) for x in features] == [(1, 32, 64, 48)] * 2
-    assert all(torch.isfinite(x).all() for x in features)
-
-
-@pytest.mark.parametrize(('name', 'kwargs'), MODELS)
-@torch.no_grad()
 def test_dense_features_of_a_padded_size_are_those_of_the_image_padded_by_hand(name, kwargs):
     image = randn(1, 3, 512, 683, dtype=torch.float32)
     padded = F.pad(image, (0, 5))
-    features = make_features(name, dynamic_img_pad=True, **kwargs)(image)
+    model = make_features(name, dynamic_img_pad=True, **kwargs)
+    assert model.feature_info.reduction() == [16, 16]
+    features = model(image)
     assert [tuple(x.shape) for x in features] == [(1, 32, 32, 43)] * 2
     assert all(torch.isfinite(x).all() for x in features)
     for got, expected in zip(features, make_features(name, **kwargs)(padded), strict=True):
@@ -168,16 +160,6 @@ def test_a_detector_trains_its_backbone_and_finds_boxes(name, kwargs, levels, ma
     assert [set(x) for x in found] == [{'boxes', 'labels', 'scores'}] * 2
     assert sum(len(x['boxes']) for x in found) > 0
     assert all(torch.isfinite(x['boxes']).all() for x in found)
-
-
-@torch.no_grad()
-def test_an_image_of_512_x_683_fits_as_a_detector_pads_it():
-    pyramid = make_pyramid(extra_level=True, **CONV).eval()
-    detector = FasterRCNN(pyramid, num_classes=2, min_size=512, max_size=800).eval()
-    images, _ = detector.transform([torch.rand(3, 512, 683, generator=generator())])
-    assert images.tensors.shape[-2:] == (512, 704)
-    maps = pyramid(images.tensors)
-    assert [tuple(x.shape[-2:]) for x in maps.values()] == [(128, 176), (64, 88), (32, 44), (16, 22), (8, 11)]
 
 
 @torch.no_grad()

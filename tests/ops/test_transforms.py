@@ -66,7 +66,7 @@ def test_forward_mode_along_each_input_equals_float64(case: str):
 
 
 @each_case
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 def test_forward_mode_along_all_inputs_equals_float64(case: str, dtype: torch.dtype):
     assert_tangents_match(case, lambda name: True, dtype, BOUNDS[dtype][1])
 

@@ -204,7 +204,7 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         ('triton', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked no gate window alone', torch.float32),
         ('triton products', 'aft_conv', ((3, 5), 12, 3, 1, 3), 'masked', torch.float32),
         # A head per channel: lines of sources outside the windows of all targets of a tile, before and after them.
-        ('triton', 'aft_conv', ((7, 2), 17, 3), '', torch.float32),
+        ('triton', 'aft_conv', ((7, 2), 17, 3, 17, 1), '', torch.float32),
         ('triton', 'aft_conv', ((7, 2), 3, 3), 'masked no gate window alone', torch.float32),
         ('triton', 'aft_conv', ((3, 6), 5, 15), 'masked', torch.bfloat16),
         ('triton', 'aft_conv', ((2, 17), 3, 5, 3, 1), 'no gate', torch.float16),
@@ -228,9 +228,9 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         ('triton lines', 'aft_axial', ((2, 5), 3, (2, 4), 1, 3), 'masked no gate', torch.float32),
         # One block, several blocks with short and long windows, several tiles of channels.
         ('triton', 'aft_local_causal', (5, 3, 4), '', torch.float32),
-        ('triton', 'aft_local_causal', (33, 3, 1), '', torch.float32),
-        ('triton', 'aft_local_causal', (33, 3, 40), '', torch.float32),
-        ('triton', 'aft_local_causal', (36, 5, 4), '', torch.float32),
+        ('triton', 'aft_local_causal', (33, 3, 1, None, 1), '', torch.float32),
+        ('triton', 'aft_local_causal', (33, 3, 40, None, 1), '', torch.float32),
+        ('triton', 'aft_local_causal', (36, 5, 4, None, 1), '', torch.float32),
         ('triton', 'aft_local_causal', (5, 3, 4), '', torch.float16),
         ('triton', 'aft_local_causal', (36, 17, 33, None, 1), '', torch.float32),
         ('triton', 'aft_local_causal', (18, 3, 4), '', torch.bfloat16),
