@@ -17,6 +17,7 @@ from aft_vision.resolution import AveragedPrediction
 from tools.arguments import parse_size, parse_sizes
 from tools.eval_resolution import ClassEvaluator, main, parse_args
 
+pytestmark = pytest.mark.usefixtures('coarse_pictures')
 TINY = dict(depth=1, embed_dim=16, patch_size=16)
 
 

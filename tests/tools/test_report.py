@@ -6,7 +6,6 @@ import re
 import runpy
 import shutil
 import subprocess
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import unescape
 from html.parser import HTMLParser
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import draw_coarsely, make_folder, photographs, save_model
+from helpers import make_folder, photographs, save_model
 from matplotlib.axes import Axes
 from PIL import Image, ImageChops
 
@@ -23,6 +22,7 @@ from aft_vision import __version__
 from aft_vision.visualize import report_sections
 from tools.report import main, read_config, recorded_facts
 
+pytestmark = pytest.mark.usefixtures('coarse_pictures')
 CHROMIUM = next(
     filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'))), None
 )
@@ -63,15 +63,8 @@ def save(path: Path, name: str, kwargs: dict[str, object], **extra: object) -> P
     return save_model(path, name, model, kwargs, **extra)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def coarse_pictures() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        draw_coarsely(patch)
-        yield
-
-
 @pytest.fixture(scope='module')
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(coarse_pictures: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('run')
     config = {'data_config': {'input_size': (3, 32, 32), 'crop_pct': 1.0}, 'class_names': ['<hat>', 'shoe', 'shirt']}
     after = save(folder / 'best.pth', 'aft_conv_tiny', CONV, best_top1=41.25, epoch=7, **config)
