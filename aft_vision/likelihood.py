@@ -1,4 +1,4 @@
-"""Bits per sub-pixel or character of a decoder over a whole data set."""
+"""Bits per sub-pixel or character of a decoder, and its accuracy, over a whole data set."""
 
 from typing import Any
 
@@ -24,20 +24,20 @@ def sequence_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class BitsEvaluator:
-    """A running sum of the loss, in the manner of timm's evaluators; float64 and integers.
+    """A running sum of the loss and of right predictions, in the manner of timm's evaluators; float64 and integers.
 
     Args:
         device: Device of the outputs.
 
     Attributes:
-        counts: (2,) int64, sequences and tokens so far.
+        counts: (3,) int64, sequences, tokens and right predictions so far.
     """
 
     def __init__(self, device: torch.device | str = 'cpu') -> None:
         device = torch.device(device)
         dtype = torch.float32 if device.type == 'mps' else torch.float64
         self.nats = torch.zeros((), dtype=dtype, device=device)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def update(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
@@ -46,20 +46,22 @@ class BitsEvaluator:
         self.nats += flat.to(self.nats.dtype).sum()
         self.counts[0] += len(targets)
         self.counts[1] += targets.ne(IGNORED).sum()
+        # A target that does not count is no token.
+        self.counts[2] += logits.argmax(-1).eq(targets).sum()
 
     def compute(self, distributed: bool = False) -> dict[str, float]:
         """Return means over the tokens that count, over all processes if `distributed`.
 
         Returns:
-            `loss` in nats, `bits`, and `tokens`, their number.
+            `loss` in nats, `bits`, `accuracy` in percent, and `tokens`, their number.
         """
         nats, counts = self.nats.clone(), self.counts.clone()
         if distributed:
             for total in (nats, counts):
                 torch.distributed.all_reduce(total)
-        tokens = int(counts[1])
+        tokens, right = int(counts[1]), int(counts[2])
         mean = nats.item() / max(tokens, 1)
-        return {'loss': mean, 'bits': float(bits(mean)), 'tokens': tokens}
+        return {'loss': mean, 'bits': float(bits(mean)), 'accuracy': 100 * right / max(tokens, 1), 'tokens': tokens}
 
 
 def evaluate_bits(
@@ -73,8 +75,8 @@ def evaluate_bits(
         options: `amp_dtype`, `distributed` and `progress`, as in `evaluate`.
 
     Returns:
-        `loss` (mean, in nats), `bits`, `tokens`, `samples` (sequences), and `images_per_second` of the forward pass,
-        which counts sequences.
+        `loss` (mean, in nats), `bits`, `accuracy` in percent, `tokens`, `samples` (sequences), and `images_per_second`
+        of the forward pass, which counts sequences.
 
     Raises:
         ValueError: the loader is empty.

@@ -70,7 +70,7 @@ def commands_page() -> str:
 
 def keys_page() -> str:
     """Return the --keys of every trainer as a page."""
-    names = [f'train.{name}' for name in ('imagenet', 'convert', 'pixel', 'char', 'fastformer')]
+    names = [f'train.{name}' for name in ('imagenet', 'convert', 'pixel', 'char', 'recall', 'fastformer')]
     about = 'Set a key in a YAML file of configs/ or on the command line as `section.key=value`.'
     return outputs_page(f'# Keys of an experiment\n\n{about} This is what `--keys` prints.', names, '--keys')
 

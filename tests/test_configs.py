@@ -29,7 +29,7 @@ from train.fastformer.schema import text_model_config
 from train.fastformer.tasks import TASKS, load_text_config
 from train.schema import Config
 from train.sequence import Likelihood, build_sequence_model, create_sequence_state
-from train.sequence_schema import CharConfig, PixelConfig
+from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
 
 ROOT = Path(__file__).parents[1] / 'configs'
 CONFIGS = sorted(ROOT.rglob('*.yaml'))
@@ -104,9 +104,11 @@ EXPERIMENTS = [(path, row.split()) for path in CONFIGS for row in ('', *ROWS[pat
 
 
 def kind(path: Path) -> str:
-    """Name what a recipe trains: `pixel`, `char`, `text`, `image` or, from a ViT, `conversion`."""
+    """Name what a recipe trains: `pixel`, `char`, `recall`, `text`, `image` or, from a ViT, `conversion`."""
     if path.stem.endswith('convert'):
         return 'conversion'
+    if path.stem == 'recall':
+        return 'recall'
     name = path.stem if path.parent.name == 'smoke' else path.parent.name
     return 'text' if name in SMOKE_TEXTS else name if name in ('pixel', 'char') else 'image'
 
@@ -115,7 +117,7 @@ def load(path: Path | str, *overrides: str) -> Any:
     path = path if isinstance(path, Path) else ROOT / f'{path}.yaml'
     if kind(path) == 'text':
         return load_text_config(path, overrides)
-    schemas = {'pixel': PixelConfig, 'char': CharConfig, 'conversion': ConvertConfig}
+    schemas = {'pixel': PixelConfig, 'char': CharConfig, 'recall': RecallConfig, 'conversion': ConvertConfig}
     return load_config(path, overrides, schemas.get(kind(path), Config))
 
 
@@ -235,7 +237,7 @@ def test_the_stages_of_a_conversion_can_be_built(path, row):
     assert trained == {'blocks': blocks, 'features': every, 'labels': every}
 
 
-@of_kind('pixel', 'char')
+@of_kind('pixel', 'char', 'recall')
 def test_a_sequence_model_its_optimizer_and_schedule_can_be_built(path, row):
     config = load(path, *row, 'run.compile=false', 'ema.decay=null', 'model.depth=1')
     length = 3072 if isinstance(config, PixelConfig) else config.data.context

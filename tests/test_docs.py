@@ -43,6 +43,7 @@ from train.config import load_config
 from train.convert_schema import ConvertConfig
 from train.fastformer.tasks import TASKS, load_text_config
 from train.pixel import PixelConfig
+from train.recall import RecallConfig
 from train.schema import Config
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +83,7 @@ STAND_INS = {
     'train.convert': 'configs/smoke/convert.yaml',
     'train.pixel': 'configs/smoke/pixel.yaml',
     'train.char': 'configs/smoke/char.yaml',
+    'train.recall': 'configs/small/recall.yaml',
     'train.fastformer': 'configs/fastformer/small_ag_news.yaml',
 }
 # What looks like a key and is the name of a file.
@@ -90,7 +92,7 @@ NO_KEYS = ('data.json',)
 TEXTS = {name: task.schema for name, task in TASKS.items()}
 SCHEMAS: dict[str, tuple[Any, ...]] = {
     'README.md': (Config, TEXTS['classification']),
-    'guide/pixels_and_text.md': (PixelConfig, CharConfig),
+    'guide/pixels_and_text.md': (PixelConfig, CharConfig, RecallConfig),
     'guide/fastformer.md': (TEXTS['classification'],),
     'guide/fastformer_conversion.md': (TEXTS['conversion'],),
     'guide/fastformer_data.md': (TEXTS['classification'],),
@@ -99,11 +101,12 @@ SCHEMAS: dict[str, tuple[Any, ...]] = {
     'guide/resolution.md': (Config,),
     **dict.fromkeys(('guide/data_sets.md', 'guide/imagenet.md', 'guide/train.md'), (Config,)),
 }
-EVERY_SCHEMA = (Config, PixelConfig, CharConfig, *TEXTS.values())
+EVERY_SCHEMA = (Config, PixelConfig, CharConfig, RecallConfig, *TEXTS.values())
 OTHER_SCHEMAS: dict[str, Any] = {
     'train.convert': ConvertConfig,
     'train.pixel': PixelConfig,
     'train.char': CharConfig,
+    'train.recall': RecallConfig,
 }
 
 
@@ -276,7 +279,7 @@ def test_the_command_lines_are_those_that_the_commands_take(name, monkeypatch):
             assert words[0] in OTHERS, words
 
 
-@pytest.mark.parametrize('name', ['char', 'fastformer', 'imagenet', 'pixel'])
+@pytest.mark.parametrize('name', ['char', 'fastformer', 'imagenet', 'pixel', 'recall'])
 def test_the_example_of_the_help_of_a_trainer_is_one_it_takes(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     module = main_module(f'train.{name}')

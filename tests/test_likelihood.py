@@ -40,6 +40,15 @@ def test_the_bits_of_known_probabilities_are_their_negative_logarithms():
     assert sequence_loss(logits, targets).item() == pytest.approx(2.5 * math.log(2), rel=1e-6)
 
 
+def test_accuracy_is_of_the_targets_that_count():
+    logits = torch.eye(4).expand(2, 4, 4)
+    targets = torch.tensor([[0, 1, IGNORED, 0], [1, IGNORED, IGNORED, 3]])
+    evaluator = BitsEvaluator()
+    for row in range(2):
+        evaluator.update(logits[row : row + 1], targets[row : row + 1])
+    assert evaluator.compute()['accuracy'] == 60.0
+
+
 def test_batches_of_other_sizes_count_by_their_tokens():
     logits, targets = torch.randn(5, 6, 9, generator=generator()), torch.randint(9, (5, 6), generator=generator())
     targets[0, :4] = IGNORED

@@ -1,5 +1,7 @@
 """The pages of docs/results from their data, and runs that are kept there."""
 
+import csv
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +14,8 @@ from helpers import load_script, make_folder
 
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.weight_files import check_checksum
+from train.config import load_config, save_config
+from train.sequence_schema import RecallConfig
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'docs' / 'results'
@@ -103,6 +107,38 @@ def test_a_run_that_cannot_be_kept_is_named(photographs, tmp_path):
     run = make_run(tmp_path / 'other_seed2', photographs)
     with pytest.raises(ValueError, match=r'named after one of conv_k11, .*, got .*other_seed2: rename it'):
         build.keep_run(run, args, tmp_path)
+
+
+def make_recall(folder: Path, *overrides: str) -> Path:
+    """Write the folder of a run as the trainer does: the resolved experiment and the result."""
+    folder.mkdir()
+    config = load_config(ROOT / 'configs' / 'small' / 'recall.yaml', list(overrides), RecallConfig)
+    save_config(dataclasses.asdict(config), folder / 'config.yaml')
+    result = {'valid_accuracy': 99.5, 'test_accuracy': 99.25, 'test_bits': 1.5, 'updates': 400, 'parameters': 137024}
+    (folder / 'result.json').write_text(json.dumps(result))
+    return folder
+
+
+def test_a_run_of_recall_takes_the_place_of_the_same_setting(tmp_path):
+    data = tmp_path / 'data' / 'recall'
+    shutil.copytree(RESULTS / 'data' / 'recall', data)
+    (tmp_path / 'recall.md').write_text('<!-- runs: written by make results -->\n<!-- end -->\n')
+    before = build.read_csv(data / 'runs.csv')
+    runs = [make_recall(tmp_path / 'same'), make_recall(tmp_path / 'new', 'optim.lr=2e-2')]
+    for run in runs:
+        build.keep_recall(run, build.parse_args([str(run), *ORIGIN]), data)
+    rows = build.read_csv(data / 'runs.csv')
+    assert len(rows) == len(before) + 1
+    (kept,) = [row for row in rows if row['commit'] == 'abc' and row['lr'] == '0.003']
+    assert (kept['mixer'], kept['test_accuracy'], kept['parameters']) == ('local', '99.25', '137024')
+    build.build_recall(tmp_path)
+    # Both have the best validation of their setting, in as many updates; the first one counts.
+    assert '99.2, 1.50 bits (0.003, 400)' in (tmp_path / 'recall.md').read_text()
+    with (data / 'runs.csv').open(newline='') as file:
+        assert next(csv.reader(file)) == list(before[0])
+    run = make_recall(tmp_path / 'deep', 'model.depth=3')
+    with pytest.raises(ValueError, match=r'expected model\.depth=2 as in local\.yaml, got 3; leave it out'):
+        build.keep_recall(run, build.parse_args([str(run), *ORIGIN]), data)
 
 
 def test_an_evaluation_at_several_sizes_is_kept_without_its_places(tmp_path):

@@ -46,7 +46,11 @@ class CharSequences(SequenceData):
         self.note = self.text.note
         self.length, self.vocab_size = config.data.context, VOCABULARIES[config.data.vocabulary]
         self.facts = {'vocabulary': config.data.vocabulary}
-        self.measure += f' (context {self.length}, stride {config.data.eval_stride or self.length})'
+
+    @property
+    def bits_measure(self) -> str:
+        stride = self.config.data.eval_stride or self.length
+        return f'{self.bits_unit} (context {self.length}, stride {stride})'
 
     def train_data(self) -> WindowDataset:
         return WindowDataset(self.text.train, self.length, self.config.run.seed)

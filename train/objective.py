@@ -21,6 +21,7 @@ class Objective(ABC):
         best: The metric that selects the best weights.
         lower_is_better: Whether lower values of it are better.
         records_steps: Whether the log also has steps.csv, with single updates.
+        goal: Value of `best` at which a run ends; None for no such end.
     """
 
     unit = 'images'
@@ -28,6 +29,7 @@ class Objective(ABC):
     best: str
     lower_is_better = False
     records_steps = False
+    goal: float | None = None
 
     @property
     def worst(self) -> float:
@@ -37,6 +39,10 @@ class Objective(ABC):
     def is_better(self, value: float, other: float) -> bool:
         """Return whether a value of `best` is better than another one; NaN never is."""
         return value < other if self.lower_is_better else value > other
+
+    def is_met(self, value: float) -> bool:
+        """Return whether a value of `best` reaches the goal."""
+        return self.goal is not None and not self.is_better(self.goal, value)
 
     def train_metrics(self, loss: float, updates: int, seconds: float, updates_per_second: float) -> dict[str, float]:
         """Return further columns of the log for an epoch of training.

@@ -239,8 +239,8 @@ class RunConfig:
     """Options of the run itself.
 
     Attributes:
-        dir: Folder of the run; None means `runs/` and the name of the config file; `runs/pixel/` for pixels
-            and `runs/char/` for characters.
+        dir: Folder of the run; None means `runs/` and the name of the config file; `runs/pixel/` for pixels,
+            `runs/char/` for characters and `runs/recall/` for recall.
         overwrite: Allow a folder that already has a run.
         resume: `auto` continues the run of the folder from its newest undamaged checkpoint, or starts one; a path
             continues from that checkpoint, or the newest one of that folder, in a folder without a run. None starts a

@@ -17,6 +17,7 @@ from aft_vision.data import (
     EvalDataset,
     Loaders,
     PixelDataset,
+    RecallDataset,
     WindowDataset,
     sequence_eval_loader,
     sequence_train_loader,
@@ -96,7 +97,6 @@ class SequenceData(ABC):
     Attributes:
         name: Name of the kind of data; runs are in this folder of `runs/`.
         unit, bits_unit: As in Likelihood.
-        measure: The unit of evaluated bits with their settings, such as the stride; `bits_unit` by default.
         length: Tokens of a sequence.
         vocab_size: V.
         note: A line about the data to print before the run, or ''.
@@ -112,14 +112,29 @@ class SequenceData(ABC):
     facts: Mapping[str, Any] = {}
 
     def __init__(self, config: Any, world: World) -> None:
-        self.config, self.world, self.measure = config, world, self.bits_unit
+        self.config, self.world = config, world
+
+    @property
+    def bits_measure(self) -> str:
+        """Return the unit of evaluated bits with their settings, such as the stride."""
+        return self.bits_unit
+
+    @property
+    def measure(self) -> str:
+        """Return the unit of the metric that selects the best weights, with its settings."""
+        return self.bits_measure
+
+    @property
+    def objective(self) -> Likelihood:
+        """Return the objective."""
+        return Likelihood(self.unit, self.bits_unit, self.length)
 
     @abstractmethod
-    def train_data(self) -> PixelDataset | WindowDataset:
+    def train_data(self) -> PixelDataset | WindowDataset | RecallDataset:
         """Return the training sequences."""
 
     @abstractmethod
-    def eval_data(self, split: str) -> EvalDataset:
+    def eval_data(self, split: str) -> EvalDataset | RecallDataset:
         """Return the sequences of a split."""
 
     def train_loader(self) -> DataLoader:
@@ -179,9 +194,7 @@ def build_sequence_state(
         with naming_model_keys(config.model, model.state_dict, start):
             load_matching_state_dict(model, content['state_dict'], start)
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
-    state = create_sequence_state(
-        model, config, updates_per_epoch, Likelihood(data.unit, data.bits_unit, data.length), world
-    )
+    state = create_sequence_state(model, config, updates_per_epoch, data.objective, world)
     arguments: Any = model.model_args
     # The first three are in every checkpoint; `load_decoder` reads the others.
     description = {
@@ -262,7 +275,8 @@ def evaluate_split(checkpoint: str | Path, data: SequenceData, split: str, progr
     )
     if world.is_primary:
         counted = f'{metrics["samples"]} {data.unit}, {metrics["tokens"]:.0f} tokens'
-        print(f'{checkpoint}, {split}: {metrics["bits"]:.4f} {data.measure}  loss {metrics["loss"]:.4f}  {counted}')
+        value = metrics[data.objective.best]
+        print(f'{checkpoint}, {split}: {value:.4f} {data.measure}  loss {metrics["loss"]:.4f}  {counted}')
     return metrics
 
 
@@ -271,10 +285,12 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     world = state.world
     # The first process may still be writing them.
     world.wait()
-    split = data.config.data.eval_split
-    result: dict[str, Any] = {'measure': data.measure, f'{split}_bits': state.progress.best}
-    if split != 'test':
-        result['test_bits'] = evaluate_split(run_dir / BEST, data, 'test', progress)['bits']
+    split, metric = data.config.data.eval_split, state.objective.best
+    result: dict[str, Any] = {'measure': data.measure, 'bits_unit': data.bits_measure}
+    result[f'{split}_{metric}'] = state.progress.best
+    if 'test_bits' not in result:
+        tested = evaluate_split(run_dir / BEST, data, 'test', progress)
+        result |= {f'test_{name}': tested[name] for name in ('bits', metric)}
     if not world.is_primary:
         return
     last = state.progress.history[-1]

@@ -1,9 +1,9 @@
-"""The sections and keys of experiments with sequence models: pixels and characters."""
+"""The sections and keys of experiments with sequence models: pixels, characters and associative recall."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from aft_vision.data import PixelAugmentation
+from aft_vision.data import PixelAugmentation, RecallTask
 from aft_vision.data.ranges import check_ranges, within
 from train.schema import EmaConfig, Experiment, OptimizerConfig, RunConfig, require
 
@@ -66,11 +66,43 @@ class CharData:
 
 
 @dataclass(frozen=True)
+class RecallData(RecallTask):
+    """The generated sequences and their batches: the fields of RecallTask, and these.
+
+    Training examples depend on `run.seed`; those of validation and test are the same in every run.
+
+    Attributes:
+        epoch_size: Examples of an epoch. Every epoch draws new examples; in a small setting they repeat, also across
+            splits.
+        valid_size: Examples of the validation.
+        test_size: Examples of the test.
+        batch_size: Sequences per optimizer step, over all processes and accumulation steps.
+        eval_batch_size: Sequences per batch of the evaluation; None means as many as the model processes at once in
+            training.
+        eval_split: Examples to evaluate after each epoch and with --eval. A run always ends with an evaluation on the
+            test examples.
+        goal: Accuracy of `eval_split` in percent after which the run ends; None for no such end.
+    """
+
+    epoch_size: int = within('[1, inf)', 16384, 'sequences')
+    valid_size: int = within('[1, inf)', 1000, 'sequences')
+    test_size: int = within('[1, inf)', 3000, 'sequences')
+    batch_size: int = within('[1, inf)', 64, 'sequences')
+    eval_batch_size: int | None = within('[1, inf)', None, 'sequences')
+    eval_split: Literal['valid', 'test'] = 'valid'
+    goal: float | None = within('(0, 100]', None, '%')
+
+    # Not a key: an epoch is generated at once, so that each of several workers would generate all of it.
+    num_workers = 0
+
+
+@dataclass(frozen=True)
 class SequenceSchedule:
     """Linear warm-up, then the inverse square root of the update or a cosine; the rate changes at every update.
 
     Attributes:
-        epochs: Passes over the training data; for text, as many windows as fit without overlap.
+        epochs: Passes over the training data; for text, as many windows as fit without overlap; for associative recall,
+            `data.epoch_size` new examples.
         kind: `inverse_sqrt`: the rate falls from its peak as sqrt(warmup_updates / update), independent of the length
             of the run. `cosine`: it falls to `min_lr` at the last update.
         warmup_updates: Updates until the peak.
@@ -139,3 +171,10 @@ class CharConfig(SequenceExperiment):
     """One experiment with characters."""
 
     data: CharData = field(default_factory=CharData)
+
+
+@dataclass(frozen=True)
+class RecallConfig(SequenceExperiment):
+    """One experiment with associative recall."""
+
+    data: RecallData = field(default_factory=RecallData)

@@ -129,9 +129,9 @@ class TrainState:
         return min(updates, self.schedule.max_updates or updates)
 
     def budget_exhausted(self) -> bool:
-        """Return whether the updates or the time of the run are used up; the same in every process."""
+        """Return whether the goal is met or the updates or time of the run are used up; the same in every process."""
         limit = self.run.max_seconds
-        spent = self.progress.updates >= self.total_updates
+        spent = self.progress.updates >= self.total_updates or self.objective.is_met(self.progress.best)
         return spent or (limit is not None and self.world.any(self.progress.seconds >= limit))
 
     @property

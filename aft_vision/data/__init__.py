@@ -1,4 +1,4 @@
-"""Data sets and loaders: images, built on timm.data, and sequences: sub-pixels, characters."""
+"""Data sets and loaders: images, built on timm.data, and sequences: sub-pixels, characters, associative recall."""
 
 from aft_vision.data.augment import Augmentation, BatchAugmentation, PatchAugmentation
 from aft_vision.data.bytes import VOCABULARIES, Text, read_text
@@ -7,11 +7,13 @@ from aft_vision.data.imagenet import Loaders, Preprocessing, create_eval_loader,
 from aft_vision.data.images import CorruptImageError, open_image
 from aft_vision.data.native import Inputs, NativeShape, move
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens, read_cifar10
+from aft_vision.data.recall import RecallTask
 from aft_vision.data.sampling import STEP, Draw, Shard, SizeSchedule, derive_seed
 from aft_vision.data.sequences import (
     IGNORED,
     EvalDataset,
     PixelDataset,
+    RecallDataset,
     WindowDataset,
     sequence_eval_loader,
     sequence_train_loader,

@@ -1,11 +1,12 @@
-"""Loaders of sequences of sub-pixels and characters; random in training, exact in evaluation."""
+"""Loaders of sequences of sub-pixels, characters and associative recall; random in training, exact in evaluation."""
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aft_vision.data.imagenet import survive_signals
 from aft_vision.data.pixels import PixelAugmentation, images_to_tokens
+from aft_vision.data.recall import FILLER, RecallTask
 from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Shard, derive_seed
 
 # The target of a token that does not count, as in torch's cross-entropy.
@@ -76,6 +77,32 @@ class EvalDataset(Dataset):
         return len(self.windows)
 
 
+class RecallDataset(Dataset):
+    """Examples of associative recall as tokens and targets (T,) int64; only answers have targets other than -100.
+
+    The first example of an epoch generates all of them: each loading process does so for itself.
+
+    Args:
+        split: `train`, indexed by Draw, of which every epoch has examples of its own; `valid` or `test`, indexed by
+            number.
+        size: Examples, for training those of an epoch.
+    """
+
+    def __init__(self, task: RecallTask, split: str, size: int, seed: int = 0) -> None:
+        self.task, self.split, self.size, self.seed = task, split, size, seed
+        self.epoch: int | None = None
+
+    def __getitem__(self, index: int | Draw) -> tuple[np.ndarray, np.ndarray]:
+        epoch, number = (index.epoch, index.image) if isinstance(index, Draw) else (0, index)
+        if epoch != self.epoch:
+            self.tokens, answers = self.task.examples(self.split, self.size, self.seed, epoch)
+            self.targets, self.epoch = np.where(answers == FILLER, IGNORED, answers), epoch
+        return self.tokens[number], self.targets[number]
+
+    def __len__(self) -> int:
+        return self.size
+
+
 def sliding_windows(length: int, context: int, stride: int | None = None) -> list[tuple[int, int]]:
     """Place windows over a text so that every character counts once, after at least `context - stride` others.
 
@@ -109,7 +136,7 @@ def _generator(seed: int, draw: Draw) -> np.random.Generator:
 
 
 def sequence_train_loader(
-    dataset: PixelDataset | WindowDataset,
+    dataset: PixelDataset | WindowDataset | RecallDataset,
     batch_size: int,
     *,
     seed: int = 0,
@@ -117,7 +144,7 @@ def sequence_train_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader:
-    """Build the loader of training sequences: tokens (B, T) int64 twice, as inputs and as targets.
+    """Build the loader of training sequences: tokens and targets (B, T) int64, which for recall alone differ.
 
     Args:
         batch_size: Sequences per update, over all processes and accumulation steps; B is this divided by their number.
@@ -133,7 +160,7 @@ def sequence_train_loader(
         dataset,
         batch_size=shard.micro_batch_size(batch_size),
         sampler=EpochSampler(len(dataset), batch_size, seed, shard=shard),
-        collate_fn=_collate,
+        collate_fn=default_collate if isinstance(dataset, RecallDataset) else _collate,
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
@@ -142,13 +169,13 @@ def sequence_train_loader(
 
 
 def sequence_eval_loader(
-    dataset: EvalDataset, batch_size: int, *, shard: Shard | None = None, num_workers: int = 0
+    dataset: EvalDataset | RecallDataset, batch_size: int, *, shard: Shard | None = None, num_workers: int = 0
 ) -> DataLoader:
-    """Build the loader of this process's windows, each once; targets that another window counts are -100."""
+    """Build the loader of this process's sequences, each once; targets that do not count are -100."""
     return DataLoader(
         (shard or Shard()).of_evaluation(dataset),
         batch_size=batch_size,
-        collate_fn=_collate_counted,
+        collate_fn=default_collate if isinstance(dataset, RecallDataset) else _collate_counted,
         num_workers=num_workers,
         worker_init_fn=survive_signals,
     )

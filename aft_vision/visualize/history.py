@@ -88,7 +88,7 @@ def draw_history(history: Sequence[Mapping[str, float]], targets: str = '') -> A
 
 
 def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> Any:
-    """Draw the bits of runs of the pixel or character trainer, by update and by training time.
+    """Draw the bits of runs of the pixel, character or recall trainer, by update and by training time.
 
     Args:
         runs: Folder of each run, by its name in the picture.

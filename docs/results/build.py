@@ -7,7 +7,7 @@ python docs/results/build.py FILE --images NAME --commit COMMIT --processor NAME
 RUN is the folder of a complete run. One of train.imagenet is named after its row, learning rate and seed, such as
 conv_8e-3_seed0: its config.yaml and summary.csv, and its answers to the validation images with float16 weights go to
 data/imagenette/ROW_seedN; with --ablation to data/imagenette_ablations. --weights also keeps the better of its last
-weights and their average, as an exported folder.
+weights and their average, as an exported folder. One of train.recall becomes a row of data/recall/runs.csv.
 
 FILE is eval_resolution_grid.json of tools.eval_resolution, of folders named ROW_seedN. It goes to
 data/imagenette_sizes/NAME.json; the page calls the images NAME, with spaces for _.
@@ -63,6 +63,14 @@ CHANGES = {
     'conv_gumbel': ('one offset a head, by Gumbel samples', 'conv_k11', '80.8, 79.9 (Sec. 8)'),
     'conv_transfer': ('from the weights of DeiT', 'conv_k11', '81.6, 83.4 (Table 8)'),
 }
+# Columns of data/recall/runs.csv from the config, and from the result.
+SETTING = {
+    **{'dim': 'model.dim', 'pairs': 'data.pairs', 'context': 'data.context', 'vocab_size': 'data.vocab_size'},
+    **{'max_updates': 'schedule.max_updates', 'lr': 'optim.lr', 'seed': 'run.seed'},
+}
+RESULT = ('valid_accuracy', 'test_accuracy', 'test_bits', 'updates', 'parameters')
+# The mixers of the models of train.recall whose name says it, in the order of the table.
+MIXERS = {'transformer_char': 'attention', 'full': 'full', 'aft_local_char': 'local', 'aft_simple_char': 'simple'}
 # Title and colour of the models of `tools.benchmark models`; one without a colour is only in the tables.
 MODELS = {
     'deit_tiny_patch16_224': ('DeiT tiny', 'C3'),
@@ -115,11 +123,14 @@ def main(argv: Sequence[str] | None = None, results: Path = RESULTS) -> None:
     for run in args.runs:
         if run.suffix == '.json':
             keep_sizes(run, args, results / 'data' / 'imagenette_sizes')
+        elif 'pairs' in read_yaml(run / 'config.yaml')['data']:
+            keep_recall(run, args, results / 'data' / 'recall')
         else:
             keep_run(run, args, results / 'data' / f'imagenette{"_ablations" * args.ablation}')
     build_imagenette(results)
     build_ablations(results)
     build_resolution(results)
+    build_recall(results)
     build_speed(results)
     build_goals(results)
 
@@ -133,6 +144,11 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 def read_yaml(path: Path) -> Any:
     """Read a config."""
     return yaml.safe_load(path.read_text(encoding='utf-8'))
+
+
+def flatten(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of a config by `section.key`."""
+    return {f'{section}.{key}': value for section, keys in config.items() for key, value in keys.items()}
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -413,6 +429,35 @@ def build_resolution(results: Path) -> None:
     draw(path, (5 * len(panels) + 1.5, 3.6), panels, share=True, loc='outside right center')
 
 
+def build_recall(results: Path) -> None:
+    """Write the table of associative recall: of the learning rates, the one with the best validation counts."""
+    rows = read_csv(results / 'data' / 'recall' / 'runs.csv')
+    cells: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in sorted(rows, key=lambda row: (float(row['valid_accuracy']), -int(row['updates'])), reverse=True):
+        setting = tuple(row[name] for name in ('pairs', 'context', 'vocab_size', 'dim'))
+        cells.setdefault(setting, {}).setdefault(row['mixer'], row)
+    lines = []
+    for setting, found in sorted(cells.items(), key=lambda each: [*map(int, each[0])]):
+        results_ = [format_recall(found[mixer]) if mixer in found else '-' for mixer in MIXERS.values()]
+        pairs = int(setting[0])
+        lines.append([*setting, *results_, f'{100 / pairs:.1f}, {math.log2(pairs):.2f} bits'])
+    origin = '; '.join(sorted({f'{row["processor"]}, commit {row["commit"]}' for row in rows}))
+    about = (
+        'Right answers of the test examples in percent and bits per answer, by the weights with the best validation; '
+        'in brackets the learning rate, chosen by validation of those tried, and the updates. "One of the values" is a '
+        f'guess among the values of a sequence. All {len(rows)} runs: '
+        f'[runs.csv](data/recall/runs.csv). {origin}.'
+    )
+    titles = ['pairs', 'tokens', 'symbols', 'width', *map(TITLES.__getitem__, MIXERS.values()), 'one of the values']
+    write_blocks(results / 'recall.md', runs=f'{table(titles, lines)}\n{wrap(about)}')
+
+
+def format_recall(row: Mapping[str, str]) -> str:
+    """Format the result of a run of recall."""
+    accuracy, bits, rate = (float(row[name]) for name in ('test_accuracy', 'test_bits', 'lr'))
+    return f'{accuracy:.1f}, {bits:.2f} bits ({rate:g}, {row["updates"]})'
+
+
 def build_speed(results: Path) -> None:
     """Write the tables of one image, and the picture of the first of them.
 
@@ -552,6 +597,29 @@ def keep_sizes(file: Path, args: argparse.Namespace, data: Path) -> None:
         runs.append({'row': row, 'seed': int(seed), 'train_size': each['train_size'], 'sizes': sizes})
     kept = {'images': args.images, 'commit': args.commit, 'processor': args.processor, 'runs': runs}
     (data / f'{args.images}.json').write_text(json.dumps(kept, indent=1) + '\n')
+
+
+def keep_recall(run: Path, args: argparse.Namespace, data: Path) -> None:
+    """Keep a run of train.recall, in place of an earlier one of the same setting.
+
+    Raises:
+        ValueError: its config differs from the kept one of its mixer in a key that is no column.
+    """
+    config, result = read_yaml(run / 'config.yaml'), json.loads((run / 'result.json').read_text())
+    values = flatten(config)
+    mixer = values.get('model.mixer') or MIXERS[values['model.name']]
+    known = flatten(read_yaml(data / f'{mixer}.yaml'))
+    for key in sorted(known.keys() & values.keys() - {*SETTING.values(), 'data.eval_batch_size'}):
+        if not key.startswith('run.') and known[key] != values[key]:
+            raise ValueError(f'{run}: expected {key}={known[key]} as in {mixer}.yaml, got {values[key]}; leave it out')
+    cells = {'mixer': mixer, **{name: values[key] for name, key in SETTING.items()}, **{x: result[x] for x in RESULT}}
+    row = {name: f'{x:g}' if isinstance(x, float) else str(x) for name, x in cells.items()}
+    row |= {'commit': args.commit, 'processor': args.processor}
+    others = [old for old in read_csv(data / 'runs.csv') if any(old[name] != row[name] for name in ('mixer', *SETTING))]
+    with (data / 'runs.csv').open('w', newline='', encoding='utf-8') as file:
+        writer = csv.DictWriter(file, row, lineterminator='\n')
+        writer.writeheader()
+        writer.writerows([*others, row])
 
 
 if __name__ == '__main__':

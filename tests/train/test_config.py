@@ -14,7 +14,7 @@ from train.fastformer.schema import check_text_model
 from train.fastformer.tasks import TASKS
 from train.model_section import check_decoder, check_model
 from train.schema import Config
-from train.sequence_schema import CharConfig, PixelConfig
+from train.sequence_schema import CharConfig, PixelConfig, RecallConfig
 
 AFT = {'name': 'aft_conv_tiny'}
 VIT = 'model: {name: vit_tiny_patch16_224}\n'
@@ -375,7 +375,7 @@ def test_arguments_of_another_mixer_are_left_out(tmp_path):
 
 def numeric_fields() -> Iterator[tuple[type, str, dataclasses.Field]]:
     """Every section of every experiment, its name and each of its fields that holds numbers."""
-    for schema in (ConvertConfig, PixelConfig, CharConfig, *(task.schema for task in TASKS.values())):
+    for schema in (ConvertConfig, PixelConfig, CharConfig, RecallConfig, *(task.schema for task in TASKS.values())):
         for section in dataclasses.fields(schema):
             if dataclasses.is_dataclass(section.type):
                 for each in dataclasses.fields(section.type):

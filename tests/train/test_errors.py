@@ -12,6 +12,7 @@ import train.char
 import train.fastformer.__main__
 import train.imagenet
 import train.pixel
+import train.recall
 import train.throughput
 from aft_vision.commandline import run_command
 from aft_vision.models.transfer_source import build_model
@@ -27,6 +28,7 @@ MAINS = {
     'one_epoch': train.imagenet.main,
     'pixel': train.pixel.main,
     'char': train.char.main,
+    '../small/recall': train.recall.main,
     'fastformer': train.fastformer.__main__.main,
 }
 
@@ -78,6 +80,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ('pixel', 'model.name=resnet18', "command line: model.name = 'resnet18'"),
         ('char', 'data.file=/nowhere', 'got /nowhere'),
         ('char', 'data.file=FOLDER', 'got FOLDER'),
+        ('../small/recall', 'data.pairs=17', 'command line: expected data.pairs to be at most 4,'),
         ('fastformer', 'data.path=/nowhere.csv', '/nowhere.csv'),
         ('fastformer', 'task=foo', "command line: task = 'foo' is not a task"),
         ('fastformer', 'model.hidden_act=foo', "command line: model.hidden_act = 'foo'"),
