@@ -109,9 +109,3 @@ def test_the_rounding_of_four_float16_results_below_the_normal_numbers_moves_a_g
     zeros, found = np.zeros(9), torch.full((9,), spacings * 2.0**-24).half()
     with nullcontext() if passes else pytest.raises(Wrong):
         compare('grad k', found, oracle.Term(zeros, zeros, 4.0), 4e-3, 4e-3, torch.float16)
-
-
-def test_a_case_names_only_what_is_not_usual():
-    case = Case('aft_conv', grid=(2, 3), seed=5)
-    assert repr(case) == "Case(operator='aft_conv', grid=(2, 3), seed=5)"
-    assert eval(repr(case)) == case
