@@ -64,3 +64,7 @@ def format_keys(keys: list[Key]) -> str:
 
 def _default(field: 'dataclasses.Field[Any]') -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+if __name__ == '__main__':
+    raise SystemExit('error: train.keys is gone: --keys of a trainer prints its keys, python -m train.imagenet --keys')
