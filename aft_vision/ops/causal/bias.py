@@ -33,6 +33,9 @@ class CausalBias(Protocol):
     def add_rows_grad(self, target: Tensor, grad: Tensor) -> None:
         """Add the gradient of `rows`."""
 
+    def grads(self, need_bias: bool) -> list[Tensor]:
+        """Return the gradient of the bias in its dtype, an empty tensor without `need_bias`; none without a bias."""
+
 
 class _LearnedBias:
     # A bias with a row per target, and its gradient.
@@ -43,6 +46,9 @@ class _LearnedBias:
     def grad(self) -> Tensor:
         """Return the gradient of the bias, of its shape."""
         return torch.zeros(self.bias.shape, dtype=accumulate_dtype(self.bias), device=self.bias.device)
+
+    def grads(self, need_bias: bool) -> list[Tensor]:
+        return [self.grad.to(self.bias.dtype) if need_bias else self.bias.new_empty(0)]
 
     def span(self) -> float:
         low, high = (float(x) for x in self.bias.aminmax())
@@ -121,6 +127,9 @@ class NoBias:
 
     def span(self) -> float:
         return 0.0
+
+    def grads(self, need_bias: bool) -> list[Tensor]:
+        return []
 
     def logits(self, start: int, stop: int) -> Tensor:
         return _hide_future(self.zero.expand(stop - start, stop - start), 0)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.causal.bias import BandBias, CausalBias, FullBias, NoBias
-from aft_vision.ops.common.inputs import Inputs, Qkv, empty_denominator, empty_output
+from aft_vision.ops.common.inputs import Inputs, empty_denominator, empty_output
 from aft_vision.ops.common.numerics import (
     UNDERFLOW,
     accumulate_dtype,
@@ -30,8 +30,6 @@ from aft_vision.ops.common.numerics import (
     product_dtype,
 )
 from aft_vision.ops.common.repair import joint_softmax, underflowed_elements
-from aft_vision.ops.full.eager import FullInputs
-from aft_vision.ops.local.eager import LocalInputs
 
 # How far a key may exceed its reference, in nats.
 HEADROOM = 60.0
@@ -388,44 +386,25 @@ def repair_backward(
             bias.add_rows_grad(target, dlogits)
 
 
-def full_causal_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
-    """Return y and the denominators (AFT Eq. 2, causal)."""
-    return mix_causal(inputs, FullBias(inputs.bias), None, save)
+def causal_operator(read: Callable[[Any], CausalBias]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the forward and the backward of a causal operator.
+
+    Args:
+        read: returns the bias of the inputs.
+    """
+
+    def forward(inputs: Any, save: bool) -> tuple[Tensor, ...]:
+        return mix_causal(inputs, read(inputs), None, save)
+
+    @shield_backward
+    def backward(grad: Tensor, y: Tensor, den: Tensor, inputs: Any, need_bias: bool) -> tuple[Tensor, ...]:
+        bias = read(inputs)
+        return *causal_backward(grad, y, den, inputs, bias, need_bias), *bias.grads(need_bias)
+
+    return forward, backward
 
 
-@shield_backward
-def full_causal_backward(
-    grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and bias."""
-    bias = FullBias(inputs.bias)
-    dqkv = causal_backward(grad, y, den, inputs, bias, need_bias)
-    return (*dqkv, bias.grad.to(inputs.bias.dtype) if need_bias else inputs.bias.new_empty(0))
-
-
-def local_causal_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tensor]:
-    """Return y and the denominators (AFT Eq. 4, causal)."""
-    return mix_causal(inputs, BandBias(inputs.band), None, save)
-
-
-@shield_backward
-def local_causal_backward(
-    grad: Tensor, y: Tensor, den: Tensor, inputs: LocalInputs, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and band."""
-    bias = BandBias(inputs.band)
-    dqkv = causal_backward(grad, y, den, inputs, bias, need_bias)
-    return (*dqkv, bias.grad.to(inputs.band.dtype) if need_bias else inputs.band.new_empty(0))
-
-
-def simple_causal_forward(inputs: Qkv, save: bool) -> tuple[Tensor, Tensor]:
-    """Return y and the denominators (AFT Eq. 5, causal)."""
-    return mix_causal(inputs, NoBias(inputs.v), None, save)
-
-
-@shield_backward
-def simple_causal_backward(
-    grad: Tensor, y: Tensor, den: Tensor, inputs: Qkv, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
-    return causal_backward(grad, y, den, inputs, NoBias(inputs.v), need_bias)
+# AFT Eq. 2, 4 and 5, causal.
+full_causal_forward, full_causal_backward = causal_operator(lambda inputs: FullBias(inputs.bias))
+local_causal_forward, local_causal_backward = causal_operator(lambda inputs: BandBias(inputs.band))
+simple_causal_forward, simple_causal_backward = causal_operator(lambda inputs: NoBias(inputs.v))

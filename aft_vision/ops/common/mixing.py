@@ -3,13 +3,14 @@
 `Weights` represents W = exp(w - reference). The operators differ only in how W is applied.
 """
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import Inputs, Qkv
+from aft_vision.ops.common.inputs import Inputs, Qkv, empty_denominator, empty_output
 from aft_vision.ops.common.numerics import (
     UNDERFLOW,
     accumulate_dtype,
@@ -99,6 +100,26 @@ class BiasGradient:
     def bias_grad(self) -> Tensor:
         """Return the gradient of the bias, of its shape. The reference cancels and has no gradient."""
         return torch.addcmul(self.grad_repaired, self.grad_exp, self.exp).to(self.bias.dtype)
+
+
+def mix_operator(weigh: Callable[[Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the forward and the backward of an operator with one bias.
+
+    Args:
+        weigh: returns from the inputs `Weights` that are a `BiasGradient`.
+    """
+
+    def forward(inputs: Any, save: bool) -> tuple[Tensor, Tensor]:
+        out, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
+        mix_forward(inputs, weigh(inputs), out, den)
+        return out, den
+
+    def backward(grad: Tensor, y: Tensor, den: Tensor, inputs: Any, need_bias: bool) -> tuple[Tensor, ...]:
+        weights = weigh(inputs)
+        found = mix_backward(grad, y, den, inputs, weights, need_bias)
+        return *found, weights.bias_grad() if need_bias else weights.bias.new_empty(0)
+
+    return forward, backward
 
 
 def mix_forward(inputs: Inputs, weights: Weights, out: Tensor, den: Tensor) -> None:

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import empty_denominator, empty_output
-from aft_vision.ops.common.mixing import BiasGradient, Workspace, mix_backward, mix_forward
+from aft_vision.ops.common.mixing import BiasGradient, Workspace, mix_operator
 from aft_vision.ops.common.numerics import accumulate_dtype, may_branch, product_dtype
 
 # Workspace elements of a batch chunk, minimum, maximum and per thread: they fit into the caches, and the peak of memory
@@ -75,18 +74,5 @@ class FullWeights(BiasGradient):
         return Workspace(buffer, buffer[0].unsqueeze(-1), buffer[1].unsqueeze(-1))
 
 
-def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
-    """Return y and the denominators (AFT Eq. 2)."""
-    q, k, v, bias, _ = inputs
-    out, den = empty_output(q, v), empty_denominator(k, v, save)
-    mix_forward(inputs, FullWeights(bias, v), out, den)
-    return out, den
-
-
-def full_backward(
-    grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and bias."""
-    weights = FullWeights(inputs.bias, inputs.v)
-    dq, dk, dv = mix_backward(grad, y, den, inputs, weights, need_bias)
-    return dq, dk, dv, weights.bias_grad() if need_bias else inputs.bias.new_empty(0)
+# AFT Eq. 2.
+full_forward, full_backward = mix_operator(lambda inputs: FullWeights(inputs.bias, inputs.v))

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.inputs import empty_denominator, empty_output
-from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, BiasGradient, Workspace, mix_backward, mix_forward
+from aft_vision.ops.common.mixing import CHUNK_ELEMENTS, BiasGradient, Workspace, mix_operator
 from aft_vision.ops.common.numerics import accumulate_dtype, product_dtype
 from aft_vision.ops.local.band import block_length, skew, unskew
 
@@ -146,18 +145,5 @@ def _running_sums(x: Tensor, stops: list[int]) -> list[Tensor]:
     return sums
 
 
-def local_forward(inputs: LocalInputs, save: bool) -> tuple[Tensor, Tensor]:
-    """Return y and the denominators (AFT Eq. 4)."""
-    q, k, v, band, _ = inputs
-    out, den = empty_output(q, v), empty_denominator(k, v, save)
-    mix_forward(inputs, LocalWeights(band, v), out, den)
-    return out, den
-
-
-def local_backward(
-    grad: Tensor, y: Tensor, den: Tensor, inputs: LocalInputs, need_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and band."""
-    weights = LocalWeights(inputs.band, inputs.v)
-    dq, dk, dv = mix_backward(grad, y, den, inputs, weights, need_bias)
-    return dq, dk, dv, weights.bias_grad() if need_bias else inputs.band.new_empty(0)
+# AFT Eq. 4.
+local_forward, local_backward = mix_operator(lambda inputs: LocalWeights(inputs.band, inputs.v))
