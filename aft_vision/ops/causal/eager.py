@@ -36,7 +36,7 @@ HEADROOM = 60.0
 # Larger values are scaled down, because they are multiplied by the inverse of a denominator.
 LARGEST = {torch.float32: 2.0**20, torch.float64: 2.0**400}
 
-_Form = TypeVar('_Form', bound=Callable[..., tuple[Tensor, ...]])
+_Form = TypeVar('_Form', bound=Callable[..., tuple[Any, ...]])
 
 
 class Past(NamedTuple):

@@ -3,12 +3,10 @@
 // The sums of a token are relative to a reference that a key far above it raises, so nothing depends on a later token,
 // and no denominator is below 1.
 
-#include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "../common/guard.h"
-#include "../common/vector.h"
+#include "../common/tensor.h"
 
 namespace {
 
@@ -24,38 +22,34 @@ struct Shape {
   int64_t vectors() const { return (channels + LANES - 1) / LANES; }
 };
 
-bool any(IntVec x, int lanes) {
-  int32_t found = 0;
-  for (int i = 0; i < LANES; ++i) found |= i < lanes ? x[i] : 0;
-  return found != 0;
-}
+// The inputs of a call, as Python packs them; q and the mask's elements may be null.
+struct Inputs {
+  Shape s;
+  Stream q, k, v;
+  const bool *elements;
+};
 
 // The vectors [first, last) of one sequence's channels, and their references.
 struct Strip {
+  const Inputs &in;
   const Shape &s;
   int64_t b, first, last;
-  Tokens k;
-  const bool *mask;
   std::vector<Vec> reference;
 
-  Strip(const Shape &shape, int64_t batch, int64_t first_vector, int64_t last_vector, Tokens keys, const bool *all_masks)
-      : s(shape),
+  Strip(const Inputs &inputs, int64_t batch, int64_t first_vector, int64_t last_vector)
+      : in(inputs),
+        s(in.s),
         b(batch),
         first(first_vector),
         last(last_vector),
-        k(keys),
-        mask(all_masks ? all_masks + batch * s.tokens : nullptr),
         reference(last - first, splat(-std::numeric_limits<float>::max())) {}
 
-  bool counts(int64_t t) const { return !mask || mask[t]; }
+  bool counts(int64_t t) const { return Mask{in.elements, s.tokens}.counts(b, t); }
 
-  int lanes(int64_t i) const { return std::min<int64_t>(LANES, s.channels - (first + i) * LANES); }
-
-  float *at(const Tokens &x, int64_t t, int64_t i) const {
-    return x.data + b * x.batch + t * x.token + (first + i) * LANES;
+  Place at(int64_t t, int64_t i) const {
+    const int64_t channel = (first + i) * LANES;
+    return {b, t, channel, rest(s.channels, channel)};
   }
-
-  Vec read(const Tokens &x, int64_t t, int64_t i) const { return load(at(x, t, i), lanes(i)); }
 
   // Whether a key of these tokens raises a reference.
   bool rises(int64_t start, int64_t stop) const {
@@ -63,35 +57,37 @@ struct Strip {
     for (int64_t t = start; t < stop; ++t) {
       if (!counts(t)) continue;
       for (int64_t i = 0; i < last - first; ++i) {
-        const Vec key = read(k, t, i);
+        const Vec key = at(t, i).read(in.k);
         peak[i] = key > peak[i] ? key : peak[i];
       }
     }
     for (int64_t i = 0; i < last - first; ++i)
-      if (any(peak[i] > reference[i] + HEADROOM, lanes(i))) return true;
+      if (any((peak[i] > reference[i] + HEADROOM) & below(at(0, i).lanes))) return true;
     return false;
   }
 
   // The reference from this token on.
   Vec raised(int64_t t, int64_t i) const {
     if (!counts(t)) return reference[i];
-    const Vec key = read(k, t, i);
+    const Vec key = at(t, i).read(in.k);
     return key > reference[i] + HEADROOM ? key : reference[i];
   }
 
-  Vec exponential(int64_t t, int64_t i) const { return exp_(read(k, t, i) - reference[i]); }
+  Vec exponential(int64_t t, int64_t i) const { return exp_(at(t, i).read(in.k) - reference[i]); }
+};
+
+struct ForwardCall {
+  Inputs in;
+  Stream out, den;
 };
 
 struct Forward : Strip {
-  Tokens q, v, out, den;
+  const ForwardCall &call;
   std::vector<Vec> num, denominator, part_num, part_denominator;
 
-  Forward(const Strip &strip, Tokens queries, Tokens values, Tokens result, Tokens denominators)
+  Forward(const Strip &strip, const ForwardCall &forward)
       : Strip(strip),
-        q(queries),
-        v(values),
-        out(result),
-        den(denominators),
+        call(forward),
         num(last - first),
         denominator(num),
         part_num(num),
@@ -132,37 +128,33 @@ struct Forward : Strip {
   __attribute__((noinline)) void scan(int64_t start, int64_t stop) {
     for (int64_t t = start; t < stop; ++t)
       for (int64_t i = 0; i < last - first; ++i) {
+        const Place place = at(t, i);
         if (counts(t)) {
           const Vec e = exponential(t, i);
-          part_num[i] += e * read(v, t, i);
+          part_num[i] += e * place.read(in.v);
           part_denominator[i] += e;
         }
         const Vec sum = denominator[i] + part_denominator[i];
-        Vec y = sum == Vec{} ? Vec{} : (num[i] + part_num[i]) / sum;
-        if (q.data) y *= sigmoid(read(q, t, i));
-        store(at(out, t, i), y, lanes(i));
-        if (den.data) store(at(den, t, i), sum, lanes(i));
+        place.write(call.out, gated(place, in.q, sum == Vec{} ? Vec{} : (num[i] + part_num[i]) / sum));
+        if (call.den.data) place.write(call.den, sum);
       }
   }
+};
+
+struct BackwardCall {
+  Inputs in;
+  Stream grad, y, den, dq, dk, dv;
 };
 
 // From the last token to the first. Sums over the later targets are relative to the reference of the token, which only
 // falls on the way.
 struct Backward : Strip {
-  Tokens grad, y, den, q, v, dq, dk, dv;
+  const BackwardCall &call;
   std::vector<Vec> d_num, d_den, part_d_num, part_d_den;
 
-  Backward(const Strip &strip, Tokens upstream, Tokens result, Tokens denominators, Tokens queries, Tokens values,
-           Tokens d_queries, Tokens d_keys, Tokens d_values)
+  Backward(const Strip &strip, const BackwardCall &backward)
       : Strip(strip),
-        grad(upstream),
-        y(result),
-        den(denominators),
-        q(queries),
-        v(values),
-        dq(d_queries),
-        dk(d_keys),
-        dv(d_values),
+        call(backward),
         d_num(last - first),
         d_den(d_num),
         part_d_num(d_num),
@@ -221,56 +213,40 @@ struct Backward : Strip {
   void scan(int64_t start, int64_t stop) {
     for (int64_t t = stop - 1; t >= start; --t)
       for (int64_t i = 0; i < last - first; ++i) {
-        const Vec g = read(grad, t, i), go = g * read(y, t, i), denominator = read(den, t, i);
+        const Place place = at(t, i);
+        const Vec denominator = place.read(call.den);
         const Vec inverse = denominator == Vec{} ? Vec{} : 1.0f / denominator;
-        Vec a = g;
-        if (q.data) {
-          const Vec gate = sigmoid(read(q, t, i));
-          a *= gate;
-          store(at(dq, t, i), go - go * gate, lanes(i));
-        }
-        part_d_num[i] += a * inverse;
-        part_d_den[i] += go * inverse;
+        const Spread spread(place, call.grad, call.y, in.q, call.dq);
+        part_d_num[i] += spread.a * inverse;
+        part_d_den[i] += spread.go * inverse;
         Vec d_value{}, d_key{};
         if (counts(t)) {
           const Vec e = exponential(t, i);
           d_value = e * (d_num[i] + part_d_num[i]);
-          d_key = d_value * read(v, t, i) - e * (d_den[i] + part_d_den[i]);
+          d_key = d_value * place.read(in.v) - e * (d_den[i] + part_d_den[i]);
         }
-        store(at(dv, t, i), d_value, lanes(i));
-        store(at(dk, t, i), d_key, lanes(i));
+        place.write(call.dv, d_value);
+        place.write(call.dk, d_key);
       }
   }
 };
 
-// f of every strip: all channels of a sequence, or, so that each thread has one, a part of them.
-template <typename F>
-void for_each_strip(const Shape &s, Tokens k, const bool *mask, int threads, F f) {
+// Run a Pass over every strip: all channels of a sequence, or, so that each thread has one, a part of them. Return 1.
+template <typename Pass, typename Call>
+int run(const Call &call, int threads) {
+  const Shape &s = call.in.s;
   const int64_t parts = std::min(s.vectors(), (threads + s.batch - 1) / s.batch);
   Region region;
 #pragma omp parallel for collapse(2) num_threads(threads)
   for (int64_t b = 0; b < s.batch; ++b)
     for (int64_t part = 0; part < parts; ++part)
-      region.run([&] { f(Strip(s, b, part * s.vectors() / parts, (part + 1) * s.vectors() / parts, k, mask)); });
+      region.run([&] {
+        const Strip strip(call.in, b, part * s.vectors() / parts, (part + 1) * s.vectors() / parts);
+        Pass(strip, call).run();
+      });
   region.finish();
+  return 1;
 }
-
-// The inputs of a call, as Python packs them; q and mask may be null.
-struct Call {
-  Shape s;
-  Tokens q, k, v;
-  const bool *mask;
-};
-
-struct ForwardCall {
-  Call call;
-  Tokens out, den;
-};
-
-struct BackwardCall {
-  Call call;
-  Tokens grad, y, den, dq, dk, dv;
-};
 
 }  // namespace
 
@@ -279,23 +255,14 @@ extern "C" {
 AFT_PACKED(aft_simple_causal_forward, ForwardCall)
 AFT_PACKED(aft_simple_causal_backward, BackwardCall)
 
-// y and, unless den is null, the denominators, each relative to the reference of its token.
-int aft_simple_causal_forward(const ForwardCall *packed, int threads) {
-  return guarded([&] {
-    const Call &x = packed->call;
-    for_each_strip(x.s, x.k, x.mask, threads,
-                   [&](const Strip &strip) { Forward(strip, x.q, x.v, packed->out, packed->den).run(); });
-  });
+// y and, unless den is null, the denominators, each relative to the reference of its token. None underflows, so the limit of
+// the other forms is not needed.
+int aft_simple_causal_forward(const ForwardCall *call, float, int threads) {
+  return guarded([&] { return run<Forward>(*call, threads); });
 }
 
 // Gradients of q, unless it is null, k and v.
-int aft_simple_causal_backward(const BackwardCall *packed, int threads) {
-  return guarded([&] {
-    const BackwardCall &own = *packed;
-    const Call &x = own.call;
-    for_each_strip(x.s, x.k, x.mask, threads, [&](const Strip &strip) {
-      Backward(strip, own.grad, own.y, own.den, x.q, x.v, own.dq, own.dk, own.dv).run();
-    });
-  });
+int aft_simple_causal_backward(const BackwardCall *call, float, int threads) {
+  return guarded([&] { return run<Backward>(*call, threads); });
 }
 }

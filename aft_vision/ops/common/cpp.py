@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 # Return value of the functions of `guard.h` for std::bad_alloc; that for every other exception is below it.
 OUT_OF_MEMORY = -1000
 # That of `guard.cpp`: what the kernels are given, in which order.
-LAYOUT = 3
+LAYOUT = 4
 # What products multiply, as in `tile.h`.
 SINGLE, PAIRS, TILES = range(3)
 # A device costs less than its name.
@@ -120,12 +120,6 @@ def supports(inputs: Sequence[Any]) -> bool:
     return inputs[2].dtype != torch.float64 and library() is not None
 
 
-class Tokens(ctypes.Structure):
-    """A (B, T, D) float32 tensor with contiguous channels, and its strides over B and T; null for None."""
-
-    _fields_ = [('data', ctypes.c_void_p), ('batch', ctypes.c_int64), ('token', ctypes.c_int64)]
-
-
 def pack(function: str, *fields: int) -> bytes:
     """Pack the struct of a function; every tensor whose address is among the fields must outlive the call."""
     return _layout(function, len(fields)).pack(*fields)
@@ -162,24 +156,12 @@ def floats(x: Tensor, keep_alive: list[Tensor]) -> int:
     return address(x, keep_alive)
 
 
-def tokens(x: Tensor | None, keep_alive: list[Tensor]) -> tuple[int, int, int]:
-    """Return the fields of `Tokens` for a tensor (B, T, D), zeros without one.
-
-    It is read where it is if it is float32 and its channels are neighbours, as in a part of a fused projection; else a
-    copy is kept in `keep_alive`, for as long as the call.
-    """
-    if x is None:
-        return 0, 0, 0
-    batch, token, channel = x.stride()
-    if channel != 1 or x.dtype is not torch.float32:
-        x = x.float().contiguous()
-        keep_alive.append(x)
-        batch, token, _ = x.stride()
-    return x.data_ptr(), batch, token
-
-
 def stream(x: Tensor | None, keep_alive: list[Tensor]) -> tuple[int, int, int, bool]:
-    """Return the fields of `Stream`: those of `Tokens`, and whether the tensor is bfloat16, which is read as it is."""
+    """Return the fields of `Stream` for a tensor (B, T, D): address, strides, if it is bfloat16; zeros without one.
+
+    It is read where it is if it is float32 or bfloat16 and its channels are neighbours, as in a part of a fused
+    projection; else a copy is kept in `keep_alive`, for as long as the call.
+    """
     if x is None:
         return 0, 0, 0, False
     batch, token, channel = x.stride()

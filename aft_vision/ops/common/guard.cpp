@@ -20,5 +20,5 @@ int aft_report(int code, const char *reason) noexcept {
 const char *aft_reason() { return last_reason; }
 
 // The order and meaning of what Python packs and of all arguments; raise it here and in `cpp.py` with any change.
-int aft_layout() { return 3; }
+int aft_layout() { return 4; }
 }

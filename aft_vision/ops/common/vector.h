@@ -47,12 +47,6 @@ Vec sums(Vec *x) {
   return x[0];
 }
 
-// A (B, T, D) tensor with contiguous channels.
-struct Tokens {
-  float *data;
-  int64_t batch, token;  // strides
-};
-
 Vec splat(float x) { return x - Vec{}; }
 
 Vec load(const float *p, int lanes) {

@@ -17,6 +17,12 @@ struct Shape {
   int64_t batch, channels, window;
 };
 
+// A (B, D) tensor with contiguous channels.
+struct Tokens {
+  float *data;
+  int64_t batch;  // stride
+};
+
 // Row t of the band of a position bias, (s,); to be filled by `band_row` where there are factors of the bias.
 struct Band {
   float *row;
@@ -225,7 +231,7 @@ int mix(const Decoder &decoder, const Block &block, Limits limits, int threads) 
   const int64_t width = block.layers[0].outputs, channels = block.layers[0].inputs;
   const int64_t sizes[] = {decoder.batch, channels, block.window};
   float *keys = decoder.projected + (block.gated ? channels : 0);
-  const Tokens q{block.gated ? decoder.projected : nullptr, width, 0}, k{keys, width, 0}, v{keys + channels, width, 0};
+  const Tokens q{block.gated ? decoder.projected : nullptr, width}, k{keys, width}, v{keys + channels, width};
   if (block.mixer == SIMPLE)
     return aft_simple_step(sizes, q, k, v, block.reference, block.sums, block.ring, decoder.mixed, limits.headroom);
   return aft_local_step(sizes, q, k, v, block.band, block.reference, block.sums, block.ring, block.position,

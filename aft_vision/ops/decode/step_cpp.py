@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.cpp import Tokens, check_size, compiled, float_buffer, library, numbers, pointer
+from aft_vision.ops.common.cpp import check_size, compiled, float_buffer, library, numbers, pointer
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState
@@ -15,6 +15,11 @@ from aft_vision.ops.decode.state import LocalState, SimpleState
 MAX_ROWS = 64
 # Who mixes the tokens of a block, as in `step.cpp`.
 SIMPLE, LOCAL, CALLER = range(3)
+
+
+class _Tokens(ctypes.Structure):
+    # A (B, D) float32 tensor with contiguous channels, and its stride over B; null for None.
+    _fields_ = [('data', ctypes.c_void_p), ('batch', ctypes.c_int64)]
 
 
 class _Layer(ctypes.Structure):
@@ -249,5 +254,5 @@ def _float_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _tokens(x: Tensor | None) -> Tokens:
-    return Tokens(None, 0, 0) if x is None else Tokens(x.data_ptr(), x.stride(0), 0)
+def _tokens(x: Tensor | None) -> _Tokens:
+    return _Tokens(None, 0) if x is None else _Tokens(x.data_ptr(), x.stride(0))

@@ -64,7 +64,7 @@ def test_a_struct_of_another_size_than_in_cpp_is_an_error(
     name: str, change: Callable[[tuple[int, ...]], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ):
     pack = cpp.pack
-    for module in ('common.cpp', 'full.cpp', 'conv.window', 'causal.simple_cpp', 'causal.local_cpp'):
+    for module in ('common.cpp', 'full.cpp', 'conv.window', 'causal.local_cpp'):
         path = f'aft_vision.ops.{module}.pack'
         monkeypatch.setattr(path, lambda function, *fields: pack(function, *change(fields)))
     inputs = plain(make_inputs(name, (3, 5), 70))
