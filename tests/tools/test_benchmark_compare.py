@@ -68,27 +68,6 @@ def test_operations_and_layers_stand_next_to_attention(monkeypatch, capsys):
     assert all(any(PAPER_BASELINE in name for name in names[group]) for group in groups if group != 'onehot')
 
 
-@pytest.mark.parametrize(
-    ('name', 'tokens', 'bias'),
-    [('aft_full', 6, (6, 6)), ('aft_conv', 36, (8, 3, 3)), ('aft_local_causal', 6, (6, 2))],
-)
-@pytest.mark.filterwarnings('ignore:flex_attention called without torch.compile')
-def test_flex_attention_has_the_bias_or_the_window_of_an_operation(name: str, tokens: int, bias: tuple[int, ...]):
-    candidate = ops.flex_candidate(ops.Operation(name, (1, tokens, 16), 2, bias), torch.float32, CPU)
-    prepared = candidate.prepare(False)
-    q, k, v = (x.unflatten(2, (2, -1)).transpose(1, 2) for x in prepared.leaves[:3])
-    t, s = torch.arange(tokens)[:, None], torch.arange(tokens)
-    seen = {
-        'aft_full': t >= 0,
-        'aft_conv': ((t // 6 - s // 6).abs() <= 1) & ((t % 6 - s % 6).abs() <= 1),
-        'aft_local_causal': (s <= t) & (s > t - 2),
-    }[name]
-    added = prepared.leaves[3] if name == 'aft_full' else 0.0
-    mask = torch.zeros(tokens, tokens).masked_fill(~seen, -torch.inf) + added
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(prepared.forward(), expected)
-
-
 @pytest.mark.parametrize('heads', [4, 16])
 def test_the_one_offset_operation_computes_what_the_convolution_computes(heads):
     convolution, onehot, _ = ops.onehot_candidates((2, 196, 16), heads)

@@ -1,7 +1,6 @@
 """Measure models and operations against their alternatives, and what a training run consists of.
 
-ops         Operations and layers against attention, on a GPU FlexAttention too, in groups of one shape; with --tokens
-            operations at lengths T.
+ops         Operations and layers against attention, in groups of one shape; with --tokens operations at lengths T.
 models      Image classifiers of timm at several sizes against --baseline, in torch, onnxruntime and OpenVINO.
 decode      A token of the pixel models of AFT Table 2 with the state of what came before, for 1 and 16 images.
 text        Text encoders at lengths T (Fastformer Fig. 2); with --behaviors M the latency of a request (Table 8).

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from aft_vision import ops
 from aft_vision.layers import AFTConv, AFTFull, AFTSimple, CausalAttention, CausalLocal, CausalSimple
@@ -102,39 +101,6 @@ def candidates_of(
     )
 
 
-def flex_candidate(operation: Operation, dtype: torch.dtype, device: torch.device) -> Candidate:
-    """Return FlexAttention, compiled on a GPU, with the bias of AFT-full, or the window of AFT-conv or AFT-local."""
-    tokens, heads, bias_shape = operation.shape[1], operation.heads, operation.bias or ()
-    width, window = grid_of(tokens)[1], bias_shape[-1]
-
-    def is_near(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        rows, columns = (t // width - s // width).abs(), (t % width - s % width).abs()
-        return (rows <= window // 2) & (columns <= window // 2)
-
-    def is_before(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-        return (s <= t) & (t - s < window)
-
-    def prepare(training: bool) -> Prepared:
-        inputs = draw_qkv(operation.shape, dtype, device, training)
-        bias = (0.1 * draw(tokens, tokens, seed=3)).to(device).requires_grad_(training)
-        attend: Any = flex_attention if device.type == 'cpu' else torch.compile(flex_attention, dynamic=False)
-        if operation.name == 'aft_full':
-            inputs.append(bias)
-            attend = partial(attend, score_mod=lambda score, b, h, t, s: score + bias[t, s])
-        else:
-            inside = is_near if operation.name == 'aft_conv' else is_before
-            mask = create_block_mask(inside, None, None, tokens, tokens, device=device.type)
-            attend = partial(attend, block_mask=mask)
-
-        def run() -> Tensor:
-            q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in inputs[:3])
-            return attend(q, k, v).transpose(1, 2).flatten(2)
-
-        return Prepared(run, inputs)
-
-    return Candidate('FlexAttention', prepare, False, operation.attention_title)
-
-
 def draw_qkv(
     shape: Size, dtype: torch.dtype, device: torch.device, training: bool, key_dim: int | None = None
 ) -> list[Tensor]:
@@ -187,9 +153,7 @@ def make_groups(
         'causal': [local, Operation('aft_simple_causal', causal, 2)],
     }
     for name, group in operations.items():
-        # On a CPU it forms all scores, and has no backward.
-        flex = [flex_candidate(group[0], dtype, device)] if device.type == 'cuda' else []
-        yield name, group[0].shape, [*candidates_of(group, dtype, device), *flex]
+        yield name, group[0].shape, candidates_of(group, dtype, device)
     yield 'layers', planar, planar_layers(planar, (16, 384), device)
     layers: dict[str, Callable[[], nn.Module]] = {
         'causal attention': lambda: CausalAttention(256, tokens, 2),

@@ -5,7 +5,7 @@ python -m tools.gpu_report --out build/gpu --pieces a b.speed
 
 a  every kernel against float64: model, odd and long shapes, one sequence, all types, values and gradients; the same
    bits again, from a CUDA graph, and under torch.compile (tools.verify_gpu --thorough)
-b  rows 17 and 18 of the goals; operations next to FlexAttention
+b  rows 17 and 18 of the goals; FlexAttention and, where it is installed, flash-linear-attention
 c  whole models against DeiT, as CUDA graphs and compiled too: images/s for 1, 64 and 256 images of 224, 384 and 512 px;
    training
 d  AFT-conv and DeiT trained on --data, a folder or tar file with train/CLASS and val/CLASS, for --epochs
@@ -71,7 +71,7 @@ from tools.gpu_report.pieces import make_pieces
 from tools.machine import count_cores, describe_backends, describe_machine, read_commit
 from tools.processes import Commands, interrupted_by_sigterm
 
-PACKAGES = ('triton', 'omegaconf')
+PACKAGES = ('triton', 'fla', 'omegaconf')
 # The measurements depend on these.
 SOURCES = [f'{folder}/**/*.{kind}' for folder in ('aft_vision', 'tools', 'train') for kind in ('py', 'cpp', 'h')]
 SOURCES.append('configs/**/*.yaml')

@@ -45,7 +45,7 @@ def commands_of_all() -> dict[str, str]:
         **{f'a.{name}.{dtype}': f'{kernels} --operators {name} --dtypes {dtype}' for name, dtype in pairs},
         'b.speed': 'tools.benchmark goals --rows 17 --allow-load',
         'b.roofline': 'tools.benchmark goals --rows 18 --allow-load',
-        'b.operations': f'tools.benchmark ops --groups full conv causal --batch-size 256 --rounds 10 {CUDA}',
+        'b.peers': 'tools.gpu_report.peers',
         'c.training': f'{models} --graph --sizes 224 --batch-size 128 --training',
         **{f'c.{size}px.{batch}': f'{models} --graph --sizes {size} --batch-size {batch}' for size, batch in sizes},
         'c.compiled.training': f'{models} --compile --sizes 224 --batch-size 128 --training',
@@ -63,7 +63,7 @@ def dry_commands() -> dict[str, str]:
     return {
         **{f'a.{name}.float32': f'{kernels} {name}' for name in OPERATORS},
         'b.speed': 'tools.benchmark goals --rows 17 18 --rounds 1 --allow-load',
-        'b.operations': 'tools.benchmark ops --groups full --batch-size 1 --rounds 1 --allow-load',
+        'b.peers': 'tools.gpu_report.peers --rounds 1 --dry-run',
         'c.32px.1': f'tools.benchmark models {TINY_MODELS} --training --allow-load',
         'e.table4': 'tools.benchmark table 4 --depth 1 --batch-size 1 --rounds 1 --allow-load',
     }
