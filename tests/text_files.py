@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aft_vision.fastformer.data.interactions import SLOTS
 from aft_vision.fastformer.data.movielens import GENRES
 from aft_vision.fastformer.data.news import AG_NEWS_CLASSES
 from aft_vision.fastformer.data.reviews import AMAZON_RATINGS, IMDB_RATINGS, SENTIMENTS
@@ -181,6 +182,23 @@ def write_behaviors(
         behaviors = [{'type': draw.choice(BEHAVIOR_TYPES), 'text': writer.sentence(topic, 4)} for topic in done]
         request = {'label': int(ad in done), 'ad': writer.sentence(ad, 4), 'behaviors': behaviors}
         lines.append(json.dumps({**request, 'user': f'U{number // 2}'}) + '\n')
+    return _write(path, ''.join(lines))
+
+
+def write_alimama(path: str | Path, rows: int = 40, seed: int = 0) -> Path:
+    """Write the 267 columns of Alimama's clicks, padded in front: the label is 1 where the user knows the brand."""
+    draw = random.Random(seed)
+    lines = []
+    for number in range(rows):
+        known = draw.randint(1, SLOTS)
+        padding = [0] * (SLOTS - known)
+        brands = draw.choices(range(1, 60), k=known)
+        columns = [draw.choices((1, 2, 3, 4), k=known), [7 * brand for brand in brands], brands, [1] * known]
+        history = [value for column in (*columns, [1] * known) for value in (*padding, *column)]
+        brand = draw.choice(brands) if number % 2 else 0
+        profile = [1000000 + number // 2, 0, 9, 1, 3, 0, 3, 0, 1]
+        row = [*history, *profile, 5000 + brand, 7 * brand, 1, 2, brand, 0.5, 1, number % 2]
+        lines.append(','.join(map(str, row)) + '\n')
     return _write(path, ''.join(lines))
 
 
