@@ -51,6 +51,7 @@ def test_each_threshold_gives_a_row_after_that_of_the_model_as_it_is(run, tmp_pa
     assert len(result['kernel_entropy_nats']) == len(rows[0]['windows']) == 2
     assert result['input_size'] == (3, 32, 32)
     assert json.loads((tmp_path / 'prune_bias.json').read_text())['rows'] == rows
+    assert (tmp_path / 'prune_bias.png').stat().st_size > 10000
     assert '100.00' in capsys.readouterr().out
     assert not (tmp_path / 'pruned').exists()
 
