@@ -143,16 +143,18 @@ class _Average:
         self.layer += 1
 
 
-def _attention(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int, heads: Sequence[int]) -> Tensor:
-    # (n, H * W, H * W) of one image (1, T, C), the softmax being over the prefix tokens too.
+def _attention(
+    mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int, heads: Sequence[int], queries: slice = slice(None)
+) -> Tensor:
+    # (n, H * W or those queries, H * W) of one image (1, T, C), the softmax being over the prefix tokens too.
     if not isinstance(mixer, Attention):
         inputs = mixer_inputs(mixer, x, grid, prefix)
-        return implicit_attention(inputs, torch.arange(prefix, x.shape[1]), heads)[0, :, :, prefix:]
+        return implicit_attention(inputs, torch.arange(prefix, x.shape[1])[queries], heads)[0, :, :, prefix:]
     # timm's attention; fused, it returns no weights.
     q, k, _ = mixer.qkv(x[0]).unflatten(1, (3, mixer.num_heads, mixer.head_dim)).permute(1, 2, 0, 3)  # (h, T, D / h)
     q, k = mixer.q_norm(q)[list(heads)], mixer.k_norm(k)[list(heads)]
-    logits = (q * mixer.scale) @ k.transpose(1, 2)
-    return logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)[:, prefix:, prefix:]
+    logits = (q[:, prefix:][:, queries] * mixer.scale) @ k.transpose(1, 2)
+    return logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)[..., prefix:]
 
 
 def draw_relative_attention(maps: Mapping[str, Tensor], heads: Mapping[str, Sequence[int]] | None = None) -> Any:
@@ -219,7 +221,14 @@ def draw_attention(
     """
     mixers: list[Any] = find_mixers(model, (Attention, AFTMixer))
     chosen = check_indices('layer', chosen_layers, len(mixers), len(mixers))
-    heads = check_indices('head', heads, min(_heads(mixers[layer]) for layer in chosen), max_heads)
+    counts = [_heads(mixers[layer]) for layer in chosen]
+    beyond = [head for head in heads or () if min(counts) <= head < max(counts)]
+    if beyond:
+        raise ValueError(
+            f'expected heads from 1 to {min(counts)}, which all drawn layers have, got {beyond[0] + 1}; choose layers '
+            'that have it'
+        )
+    heads = check_indices('head', heads, min(counts), max_heads)
     grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
     token, place = _check_query(query, grid), frame_of(query, grid)
     layers = {mixers[layer]: layer for layer in chosen}
@@ -228,7 +237,8 @@ def draw_attention(
 
     def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
         if mixer in layers:
-            weights[layers[mixer]] = _attention(mixer, x, grid, prefix, heads)[:, token]
+            found = _attention(mixer, x, grid, prefix, heads, slice(token, token + 1))
+            weights[layers[mixer]] = found.squeeze(1)
 
     run_with_hooks(model, photograph.images.to(next(model.parameters()).device), (Attention, AFTMixer), keep)
     prefix = getattr(model, 'num_prefix_tokens', 0)

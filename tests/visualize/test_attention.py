@@ -25,6 +25,7 @@ from aft_vision.visualize import (
     relative_mean,
     save_figure,
 )
+from tools.benchmark.meters import peak_memory
 
 TINY = dict(depth=2, embed_dim=16, patch_size=8, img_size=(24, 32), num_classes=3)
 MODELS = {
@@ -257,6 +258,24 @@ def test_the_attention_of_any_model_is_implicit_in_aft(image, kind):
     weights = implicit_attention(layers[1], [prefix + 1 * 4 + 2], [0, 2, 3])[0, :, 0]
     peaks = weights[:, prefix:].amax(1) * weights.shape[1]
     assert [float(text[:-1]) for text in found] == pytest.approx(peaks.tolist(), rel=0.06)
+
+
+@pytest.mark.parametrize('name', ['aft_conv_nano', 'vit_tiny_patch16_224'])
+def test_the_attention_of_a_token_of_a_large_photograph_takes_little_memory(image, name):
+    model = timm.create_model(
+        name, depth=1, embed_dim=32, num_heads=4, patch_size=8, img_size=512, num_classes=3
+    ).eval()
+    photograph = load_photograph(image, model, (512, 512))
+    # A matrix of all 4,096 tokens has 64 MiB for each head.
+    assert peak_memory(lambda: draw_attention(photograph, model, (1, 2)), torch.device('cpu')) < 2**26
+
+
+def test_heads_that_only_some_drawn_layers_have_are_an_error_that_says_so(image):
+    model = timm.create_model('aft_conv_nano', depth=3, attention_blocks=[2], img_size=32, num_classes=3).eval()
+    photograph = load_photograph(image, model, (32, 32))
+    with pytest.raises(ValueError, match='from 1 to 2, which all drawn layers have, got 101; choose layers'):
+        draw_attention(photograph, model, (1, 2), heads=[100])
+    assert len(captions(draw_attention(photograph, model, (1, 2), heads=[100], chosen_layers=[0, 1]))) == 2
 
 
 def test_the_attention_of_a_vit_is_that_of_the_token(image):
