@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ AUTO_CLASSES = {
     'TextTokenizer': 'AutoTokenizer',
     'NltkTokenizer': 'AutoTokenizer',
 }
-# Files of other names in a folder: Python, started there, would take ours for its own `tokenize`.
-FILES = {'tokenize.py': 'tokenization_fastformer.py'}
+# Of the copies: others may have a `config.py` in such a folder, and Python, started there, has a `tokenize` of its own.
+PREFIX = 'fastformer_'
 
 
 class SavesCode:
@@ -62,21 +63,30 @@ def write_code(saved: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     source = inspect.getfile(type(saved))
     for file in map(Path, [source, *get_relative_import_files(source)]):
-        shutil.copyfile(file, folder / FILES.get(file.name, file.name))
+        code = re.sub(rf'^(\s*from \.)(?!{PREFIX})(\w+ import )', rf'\1{PREFIX}\2', file.read_text('utf-8'), flags=re.M)
+        (folder / f'{_copy(file)}.py').write_text(code, encoding='utf-8')
     if is_tokenizer:
         # A pair of the slow and the fast one.
         saved._auto_map = {'AutoTokenizer': [None, _reference(type(saved))]}
         return
     saved.config.auto_map = {
         'AutoConfig': _reference(type(saved.config)),
-        **({'AutoModel': 'modeling.FastformerModel'} if name.endswith(('Classification', 'Generation')) else {}),
+        **(
+            {'AutoModel': f'{PREFIX}modeling.FastformerModel'}
+            if name.endswith(('Classification', 'Generation'))
+            else {}
+        ),
         AUTO_CLASSES[name]: _reference(type(saved)),
     }
 
 
 def _reference(x: type) -> str:
-    file = Path(inspect.getfile(x)).name
-    return f'{FILES.get(file, file).removesuffix(".py")}.{x.__name__}'
+    return f'{_copy(Path(inspect.getfile(x)))}.{x.__name__}'
+
+
+def _copy(file: Path) -> str:
+    # The name of a module in the folder; one that was loaded from such a folder keeps its own.
+    return f'{PREFIX}{file.stem.removeprefix(PREFIX)}'
 
 
 def _find_foreign(saved: Any) -> str:
@@ -86,9 +96,11 @@ def _find_foreign(saved: Any) -> str:
     text_config = getattr(getattr(saved, 'config', None), 'text_config', None)
     if text_config is not None and not type(text_config).__module__.startswith('transformers.'):
         return _name(type(text_config))
-    # transformers imports the code of a saved folder under a name of its own for each of its files.
-    ours = f'{__package__}.', 'transformers_modules.'
-    return next((_name(x) for x in saved.needed_classes() if not x.__module__.startswith(ours)), '')
+    return next((_name(x) for x in saved.needed_classes() if _package(x) != _package(type(saved))), '')
+
+
+def _package(x: type) -> str:
+    return x.__module__.rpartition('.')[0]
 
 
 def _name(x: Any) -> str:
