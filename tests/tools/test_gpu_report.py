@@ -209,12 +209,12 @@ def test_without_a_gpu_or_a_piece_it_says_so(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('dry_run', [True, False])
-def test_the_trainings_are_experiments(dry_run: bool, tmp_path: Path):
-    args = Namespace(dry_run=dry_run, epochs=2, out=tmp_path, data='images')
+@pytest.mark.parametrize(('dry_run', 'epochs', 'expected'), [(True, None, 1), (True, 2, 2), (False, None, 50)])
+def test_the_trainings_are_experiments(dry_run: bool, epochs: int | None, expected: int, tmp_path: Path):
+    args = Namespace(dry_run=dry_run, epochs=epochs, out=tmp_path, data='images')
     trained = {name: words for name, words in pieces.make_pieces(args).items() if name.startswith('d.')}
     assert len(trained) == 2
     for name, (_, _, *words) in trained.items():
         place = words.index('--config')
         found = load_config(words[place + 1], [*words[:place], *words[place + 2 :]])
-        assert (found.model['name'], found.schedule.epochs) == (name[2:], 1 if dry_run else 2)
+        assert (found.model['name'], found.schedule.epochs) == (name[2:], expected)

@@ -61,7 +61,7 @@ def peak_resident(call: Callable[[], object]) -> int | None:
         return None
     before = peak_memory_mb('cpu')
     call()
-    return round(2**20 * (peak_memory_mb('cpu') - before))
+    return max(0, round(2**20 * (peak_memory_mb('cpu') - before)))
 
 
 def saved_memory(call: Callable[[], object], leave_out: Iterable[torch.Tensor] = ()) -> int:

@@ -36,7 +36,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--out', type=Path, default=Path('build/gpu'), help='folder of the report (default: build/gpu)')
     add('--pieces', nargs='+', metavar='PIECE', help='groups, or names that --list shows (default: all)')
     add('--data', metavar='IMAGES', help='to train on, such as a tar file of Imagenette (default: no training)')
-    add('--epochs', type=parse_positive, default=50, metavar='N', help='of a training (default: 50)')
+    add('--epochs', type=parse_positive, metavar='N', help='of a training (default: 50, in a dry run 1)')
     add('--limit', type=float, default=480.0, metavar='S', help='seconds of a piece (default: 480)')
     add(
         '--minutes', type=float, default=float('inf'), metavar='M', help='of all; then the rest is open (default: none)'
@@ -98,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report(args, commands)
     with interrupted_by_sigterm():
         run_pieces(report, chosen, args.jobs or min(count_cores(), 16))
+    if not any(name.startswith('d.') for name in commands):
+        print('d: not run; --data gives images to train on')
     if any(report.content['pieces'][name]['code'] != 0 for name in chosen):
         raise SystemExit(1)
 

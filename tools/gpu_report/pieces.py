@@ -29,7 +29,8 @@ def make_pieces(args: argparse.Namespace) -> dict[str, list[str]]:
     commands = dry_commands() if args.dry_run else commands_of_all()
     found = {name: command.split() for name, command in commands.items()}
     for name in TINY_TRAINED if args.dry_run else TRAINED if args.data else ():
-        words = f'{TRAIN} {TINY_RECIPE if args.dry_run else f"{RECIPE} schedule.epochs={args.epochs}"}'.split()
+        epochs = args.epochs or (1 if args.dry_run else 50)
+        words = f'{TRAIN} {TINY_RECIPE if args.dry_run else RECIPE} schedule.epochs={epochs}'.split()
         data = [f'data.dir={args.data}', f'data.num_workers={min(count_cores(), 16)}'] if args.data else []
         found[f'd.{name}'] = [*words, f'model.name={name}', *data]
     return dict(sorted(found.items(), key=lambda item: item[0][0]))
