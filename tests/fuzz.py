@@ -43,7 +43,7 @@ TOKENS = (1, 2, 3, 5, 8, 16, 31, 32, 33, 34, 63, 64, 65, 66, 96, 97, 127, 128, 1
 TOKENS_INTERPRETED = (1, 2, 3, 5, 9, 17, 33)
 # Calls to make the first case of a kind of mistake smaller, and cases of each form however short the time is.
 SHRINKING = {'eager': 400, 'cpp': 400, 'triton': 40}
-LEAST_CASES = 20
+MIN_CASES = 20
 # Weights (B, T, S, D) of the oracle, at most.
 WEIGHTS = 60_000
 KEYS = ('plain', 'spread', 'few', 'jumps', 'equal', 'climb', 'fall', 'far', 'spread', 'few', 'jumps', 'few')
@@ -615,7 +615,7 @@ def _search_once(
 
     def attempt(case: Case) -> None:
         nonlocal calls
-        over = calls > SHRINKING[case.backend] if shrinking else time.monotonic() > end and report.cases >= LEAST_CASES
+        over = calls > SHRINKING[case.backend] if shrinking else time.monotonic() > end and report.cases >= MIN_CASES
         if over and case not in failed:
             return
         calls += len(shrinking)

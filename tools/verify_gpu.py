@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print a line for each operator, type and check.
 
     Raises:
-        ValueError: no kernel can run here.
+        ValueError: no kernel runs on this machine.
         RuntimeError: a kernel made the GPU unusable for this process.
         SystemExit: a kernel does not agree; the code is 1.
     """
@@ -260,7 +260,7 @@ def find_types(dtype: str, bias: str, biases: int) -> tuple[torch.dtype, ...]:
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Return why no kernel can run here, or None."""
+    """Return why no kernel runs on this machine, or None."""
     from aft_vision.ops.common import launch
 
     if device.type == 'cpu':

@@ -47,7 +47,7 @@ class _Limits(ctypes.Structure):
 
 
 def supports(inputs: LocalInputs) -> bool:
-    """Return whether the kernels take such inputs."""
+    """Return whether the kernels support these inputs on this machine."""
     return inputs.band.dtype != torch.float64 and cpp.supports(inputs)
 
 

@@ -108,12 +108,14 @@ def weights_kernel(BAND, WEIGHTS, OLDER, T, window, count, BC: tl.constexpr, BS:
     They are relative to the largest that the target sees; a row of minus infinity sees no source in its window.
     """
     t = tl.program_id(0).to(tl.int64)
-    top = tl.full([BS], MIN_FLOAT32, tl.float32)
+    highest = tl.full([BS], MIN_FLOAT32, tl.float32)
     for start in range(0, window, BS):
         place = start + tl.arange(0, BS)
         inside = mask_if(t < T, (place < window) & (place >= window - 1 - t))
-        top = tl.maximum(top, tl.load(BAND + t * window + place, mask=inside, other=float('-inf')).to(tl.float32))
-    largest = tl.max(top, 0)
+        highest = tl.maximum(
+            highest, tl.load(BAND + t * window + place, mask=inside, other=float('-inf')).to(tl.float32)
+        )
+    largest = tl.max(highest, 0)
     largest = tl.where(t < window, largest, tl.maximum(largest, 0.0))
     tl.store(OLDER + t, tl.exp(-tl.maximum(largest, 0.0)), mask=t < T)
     first = (t // BC + 1) * BC - count
@@ -150,7 +152,7 @@ def scan_kernel(K, MASK, SUMMARY, PAST, T, D, blocks, tiles, k_strides, BD: tl.c
     c = tl.program_id(0) * BD + tl.arange(0, BD)
     first = load_keys(K, MASK, b, tl.arange(0, 1), c, k_strides[0], k_strides[1], T, D)
     past = tl.maximum(tl.max(first, 0), MIN_FLOAT32)
-    top = tl.full([BD], MIN_FLOAT32, tl.float32)
+    largest = tl.full([BD], MIN_FLOAT32, tl.float32)
     num = tl.zeros([BD], tl.float32)
     den = tl.zeros([BD], tl.float32)
     SUMMARY += b * blocks * 4 * D + c
@@ -159,13 +161,13 @@ def scan_kernel(K, MASK, SUMMARY, PAST, T, D, blocks, tiles, k_strides, BD: tl.c
         # The block that now is before all that are weighted individually.
         leaving, leaves = SUMMARY + (j - tiles) * 4 * D, mask_if(j >= tiles, c < D)
         peak = tl.load(leaving + D, mask=leaves, other=MIN_FLOAT32)
-        new = larger(top, peak)
-        num = num * tl.exp(top - new) + tl.load(leaving + 2 * D, mask=leaves, other=0.0) * tl.exp(peak - new)
-        den = den * tl.exp(top - new) + tl.load(leaving + 3 * D, mask=leaves, other=0.0) * tl.exp(peak - new)
-        top = new
+        new = larger(largest, peak)
+        num = num * tl.exp(largest - new) + tl.load(leaving + 2 * D, mask=leaves, other=0.0) * tl.exp(peak - new)
+        den = den * tl.exp(largest - new) + tl.load(leaving + 3 * D, mask=leaves, other=0.0) * tl.exp(peak - new)
+        largest = new
         block, own = PAST + j * ROWS * D, SUMMARY + j * 4 * D
         tl.store(block, larger(past, tl.load(own, mask=c < D, other=0.0) - HEADROOM), mask=c < D)
-        tl.store(block + D, top, mask=c < D)
+        tl.store(block + D, largest, mask=c < D)
         tl.store(block + 2 * D, num, mask=c < D)
         tl.store(block + 3 * D, den, mask=c < D)
         past = larger(past, tl.load(own + D, mask=c < D, other=0.0))

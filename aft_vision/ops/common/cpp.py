@@ -113,7 +113,7 @@ def whole_vectors(count: int) -> int:
 
 
 def supports(inputs: Sequence[Any]) -> bool:
-    """Return whether the kernels take such inputs: on a CPU, with sums in float32, where they have been built."""
+    """Return whether the kernels support these inputs: on a CPU, with sums in float32, where they have been built."""
     for x in inputs:
         if isinstance(x, Tensor) and not x.is_cpu:
             return False

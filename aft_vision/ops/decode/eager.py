@@ -102,11 +102,11 @@ def local_step(
     entry[:, dim:] = weight
     low, high = (float(x) for x in row.aminmax())
     # Tokens before the window have a bias of 0.
-    top, low = max(high, 0.0), min(low, 0.0)
-    if top - low <= REACH:
-        weights = torch.exp(row - top).expand(len(k), 1, -1)
+    high, low = max(high, 0.0), min(low, 0.0)
+    if high - low <= REACH:
+        weights = torch.exp(row - high).expand(len(k), 1, -1)
         with without_autocast('cpu'):
-            mixed = torch.baddbmm(sums.unsqueeze(1), weights, ring[:, :used], beta=math.exp(-top)).squeeze(1)
+            mixed = torch.baddbmm(sums.unsqueeze(1), weights, ring[:, :used], beta=math.exp(-high)).squeeze(1)
         num, den = mixed[:, :dim], mixed[:, dim:]
         if float(den.min()) >= SMALLEST:
             return num / den

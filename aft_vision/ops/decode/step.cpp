@@ -79,22 +79,22 @@ bool fits(const Shape &s, Tokens k, const float *reference, Limits limits) {
   return true;
 }
 
-// The weights of the tokens of a ring, slot by slot; `top` is the largest bias, with that of 0 before the window.
+// The weights of the tokens of a ring, slot by slot; `largest` is the largest bias, with that of 0 before the window.
 struct Row {
   std::vector<float> weights;
-  float top = 0.0f, low = 0.0f;
+  float largest = 0.0f, low = 0.0f;
 
   Row(const Shape &s, const float *band, int64_t slot, int64_t used) : weights(used) {
     for (int64_t i = 0; i < used; ++i) {
       weights[i] = band[i <= slot ? s.window - 1 - slot + i : i - slot - 1];
-      top = std::max(top, weights[i]);
+      largest = std::max(largest, weights[i]);
       low = std::min(low, weights[i]);
     }
   }
 
   void exponentiate() {
     for_each_vector(weights.size(), [&](int64_t i, int lanes) {
-      store(weights.data() + i, exp_(load(weights.data() + i, lanes) - top), lanes);
+      store(weights.data() + i, exp_(load(weights.data() + i, lanes) - largest), lanes);
     });
   }
 };
@@ -135,9 +135,9 @@ int local_step(const Shape &s, Tokens q, Tokens k, Tokens v, Band band, const fl
   }
   if (*holds_keys || !fits(s, k, reference, limits)) return 1;
   Row row(s, band.row, slot, std::min(count + 1, s.window));
-  const bool representable = row.top - row.low <= limits.reach;
+  const bool representable = row.largest - row.low <= limits.reach;
   row.exponentiate();
-  const Vec older = exp_of(-row.top);
+  const Vec older = exp_of(-row.largest);
   const int64_t used = row.weights.size(), parts = s.batch < PARTS ? PARTS : 1;
   std::vector<float> mixed(s.batch * parts * width);
   int good = representable;

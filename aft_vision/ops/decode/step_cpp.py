@@ -137,7 +137,7 @@ class CompiledDecoder:
 
     def __init__(self, blocks: Sequence[Block], head: Dense, batch: int) -> None:
         # They hold the memory that the addresses are of.
-        self._held = blocks, head
+        self._keep_alive = blocks, head
         self._outputs, channels = head.weight.shape
         window = max(block.state[2].shape[1] if _mixer(block) == LOCAL else 0 for block in blocks)
         self._row = float_buffer((window,))
@@ -162,7 +162,7 @@ class CompiledDecoder:
         decoder, where = ctypes.byref(self._decoder), ctypes.byref(place)
         decode_token, threads = compiled().aft_decode, torch.get_num_threads()
         while found := decode_token(decoder, where, pointer(x), pointer(mixed), pointer(out), LIMITS, threads):
-            mixed = self._mix(self._held[0][place.value], found)
+            mixed = self._mix(self._keep_alive[0][place.value], found)
         return out
 
     def _mix(self, block: Block, found: int) -> Tensor:
