@@ -13,7 +13,7 @@ import pytest
 
 from train.convert_schema import ConvertConfig
 from train.fastformer.tasks import TASKS
-from train.keys import list_keys
+from train.key_list import list_keys
 from train.model_section import decoder_schema, model_schema
 from train.schema import Config
 from train.sequence_schema import CharConfig, RecallConfig
@@ -110,10 +110,17 @@ def test_the_keys_of_a_model_are_described_with_their_ranges():
     assert (gate.limits, gate.meaning[:5]) == ('', 'false')
 
 
-@pytest.mark.parametrize('name', ['compare_runs', 'compare_seeds'])
-def test_a_command_that_is_gone_says_what_to_read(name):
-    with pytest.raises(SystemExit, match=rf"error: tools\.{name} is gone: read each run's result\.json"):
-        importlib.import_module(f'tools.{name}')
+@pytest.mark.parametrize(
+    ('name', 'instead'),
+    [
+        ('tools.compare_runs', r"read each run's result\.json"),
+        ('tools.compare_seeds', r"read each run's result\.json"),
+        ('train.keys', '--keys of a trainer'),
+    ],
+)
+def test_a_command_that_is_gone_says_what_to_read(name, instead):
+    with pytest.raises(SystemExit, match=rf'error: {name} is gone: {instead}'):
+        importlib.import_module(name)
 
 
 def test_an_interrupt_ends_in_a_line(monkeypatch, capsys):

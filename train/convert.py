@@ -49,7 +49,7 @@ from train.distill import load_teacher
 from train.distributed import World, join_world
 from train.engine import is_complete
 from train.imagenet import train_classifier
-from train.keys import format_keys, list_keys
+from train.key_list import format_keys, list_keys
 from train.model_section import build_on_meta, model_schema
 from train.run import check_run_dir, find_run_dir
 from train.schedule import with_min_updates

@@ -45,7 +45,7 @@ from train.build import (
 from train.checkpoint import BEST, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
-from train.keys import format_keys, list_keys
+from train.key_list import format_keys, list_keys
 from train.layers import typed_text
 from train.model_section import model_schema
 from train.run import check_run_dir, find_run_dir, train_run

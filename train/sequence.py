@@ -32,7 +32,7 @@ from train.build import assemble_state
 from train.checkpoint import BEST, describe_samples, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
-from train.keys import format_keys, list_keys
+from train.key_list import format_keys, list_keys
 from train.layers import typed_text
 from train.mismatch import naming_model_keys
 from train.model_section import decoder_schema

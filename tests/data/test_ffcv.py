@@ -261,6 +261,8 @@ print(len(list(DataLoader(BetonDataset({str(clothing / 'val.beton')!r}), num_wor
 
 def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
     expected, threads = batches(clothing), threading.active_count()
+    # Loaders of earlier tests may not have been collected.
+    others = set(multiprocessing.active_children())
     loaders = create_loaders(clothing, (32, 32), 50, augment=CROP, evaluation=PLAIN, num_workers=1)
     for _ in range(3):
         loaders.set_epoch(0)
@@ -268,10 +270,11 @@ def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
             assert_same_batches([batch], expected[:1])
             break
         # That of the process which waits for the next epoch.
-        assert len(multiprocessing.active_children()) == 1
+        assert len({*multiprocessing.active_children()} - others) == 1
     del loaders
     gc.collect()
-    assert (threading.active_count(), multiprocessing.active_children()) == (threads, [])
+    assert threading.active_count() <= threads
+    assert {*multiprocessing.active_children()} <= others
 
 
 def test_another_process_maps_the_file_itself(clothing):

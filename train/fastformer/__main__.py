@@ -43,7 +43,7 @@ from train.fastformer.run import CONFIG, RESULT, TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.tasks import TASKS, load_text_config
 from train.fastformer.trainer import describe, describe_value
-from train.keys import format_keys, list_keys
+from train.key_list import format_keys, list_keys
 from train.run import find_run_dir
 
 # Keys that may change when runs are resumed; of `run` all except RUN_KEYS.
