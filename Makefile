@@ -63,9 +63,11 @@ oldest:
 	$(OLDEST_VENV)/bin/python -m pip install --quiet $(OLDEST) -e . 'pytest<9.3' pytest-timeout hypothesis 'setuptools>=77' numpy
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/ops tests/layers tests/models tests/test_registry.py
 
-# Training in several processes, killed and restarted, also on two nodes: a file of tests at a time in each worker
+# Training in several processes, killed and restarted, also on two nodes: a file of tests at a time in each worker.
+# FFCV's own loader is compiled here alone; `make test` interprets it.
 distributed: ffcv
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests/distributed
+	NUMBA_DISABLE_JIT=0 OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS) tests/data/test_ffcv.py -k ffcv_reads_what_is_written
 
 # The C++ kernels, built for AddressSanitizer and UndefinedBehaviorSanitizer, and their tests. torch throws exceptions of
 # its own, for which the library of C++ must be loaded as early as the sanitizer; Python never frees all its memory.

@@ -45,7 +45,10 @@ def first_ways() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope='session')
 def one_table_of_onnx() -> Iterator[None]:
-    """Let torch make its table of ONNX's operators for the first export alone; it takes most of a second."""
+    """Let torch make its table of ONNX's operators for the first export alone; it takes most of a second.
+
+    An export with a `custom_translation_table`, of which there is none, would change it for those after it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         original = torch.onnx.export
 

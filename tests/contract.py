@@ -14,6 +14,7 @@ from helpers import (
     assert_passes_opcheck,
     make_inputs,
     make_mask,
+    make_nasty,
     operands,
     plain,
     randn,
@@ -87,6 +88,9 @@ def check_hidden_tokens(name: str) -> None:
             assert_masked_tokens_have_no_effect(op, inputs, mask, dtype=dtype)
             assert_masked_tokens_have_no_effect(op, inputs | {'k': inputs['k'] + jump}, mask, dtype=dtype)
             assert_keys_of_minus_infinity_are_masked(op, operation.reference, inputs, dtype)
+        # Where elements underflow.
+        nasty = make_nasty(inputs, 'normal_30', 'plus_minus_80')
+        assert_masked_tokens_have_no_effect(function(name, backend='eager'), nasty, mask, dtype=torch.float64)
 
 
 def check_autocast(name: str) -> None:

@@ -499,9 +499,7 @@ def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         interpreter._patch_lang(SimpleNamespace(__globals__={'tl': tl, 'core': tl.core}))
     monkeypatch.setattr(interpreter, '_patch_lang', lambda function: scope)
     monkeypatch.setattr(interpreter.InterpretedFunction, '__call__', lambda self, *x, **y: self.rewrite()(*x, **y))
-    # A third of its time goes to checks of overflow, of which nothing is made outside its mode for debugging, and to
-    # those of its own arrays.
-    monkeypatch.setattr(interpreter.TensorHandle, '__post_init__', lambda self: None, raising=False)
+    # A third of its time goes to checks of overflow, of which nothing is made outside its mode for debugging.
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, 'options', options)
     # It makes a table of all types to look up one, in a sixth of its time. Types of pointers have no hash.

@@ -186,8 +186,8 @@ class Operation:
         return [name for name, kind in get_type_hints(self.inputs).items() if kind is bool]
 
     def bias_table(self, biases: Sequence[Tensor]) -> Tensor:
-        """Return the biases (h, ...) of heads next to each other, (h, M); without a grid the shared one, (1, M)."""
-        return torch.cat([x.reshape(len(x) if self.has_grid else 1, -1) for x in biases], 1)
+        """Return the biases of heads next to each other, (h, M); a matrix without a grid is shared, (1, M)."""
+        return torch.cat([x.reshape(len(x) if self.has_grid or x.ndim > 2 else 1, -1) for x in biases], 1)
 
     def key_channels(self, shape: Shape) -> int:
         """Return the channels of k in inputs of a shape."""

@@ -260,8 +260,10 @@ print(len(list(DataLoader(BetonDataset({str(clothing / 'val.beton')!r}), num_wor
 
 
 def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
-    expected, threads = batches(clothing), threading.active_count()
-    # Loaders of earlier tests may not have been collected.
+    expected = batches(clothing)
+    gc.collect()
+    threads = threading.active_count()
+    # Loaders of earlier tests may still be in use.
     others = set(multiprocessing.active_children())
     loaders = create_loaders(clothing, (32, 32), 50, augment=CROP, evaluation=PLAIN, num_workers=1)
     for _ in range(3):
@@ -273,7 +275,7 @@ def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
         assert len({*multiprocessing.active_children()} - others) == 1
     del loaders
     gc.collect()
-    assert threading.active_count() <= threads
+    assert threading.active_count() == threads
     assert {*multiprocessing.active_children()} <= others
 
 

@@ -195,7 +195,7 @@ def run_forward(
 
     Args:
         name: of the function, aft_NAME_forward, and in a profile.
-        fields: of `Call` in C++, which the streams of y and of the denominators follow.
+        fields: of its struct in C++, which the streams of y and of the denominators follow.
         keep_alive: the tensors of `fields` that must outlive the call.
 
     Returns:
