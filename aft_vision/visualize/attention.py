@@ -221,14 +221,7 @@ def draw_attention(
     """
     mixers: list[Any] = find_mixers(model, (Attention, AFTMixer))
     chosen = check_indices('layer', chosen_layers, len(mixers), len(mixers))
-    counts = [_heads(mixers[layer]) for layer in chosen]
-    beyond = [head for head in heads or () if min(counts) <= head < max(counts)]
-    if beyond:
-        raise ValueError(
-            f'expected heads from 1 to {min(counts)}, which all drawn layers have, got {beyond[0] + 1}; choose layers '
-            'that have it'
-        )
-    heads = check_indices('head', heads, min(counts), max_heads)
+    heads = _choose_heads([_heads(mixers[layer]) for layer in chosen], heads, max_heads)
     grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
     token, place = _check_query(query, grid), frame_of(query, grid)
     layers = {mixers[layer]: layer for layer in chosen}
@@ -237,8 +230,7 @@ def draw_attention(
 
     def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
         if mixer in layers:
-            found = _attention(mixer, x, grid, prefix, heads, slice(token, token + 1))
-            weights[layers[mixer]] = found.squeeze(1)
+            weights[layers[mixer]] = _attention(mixer, x, grid, prefix, heads, slice(token, token + 1)).squeeze(1)
 
     run_with_hooks(model, photograph.images.to(next(model.parameters()).device), (Attention, AFTMixer), keep)
     prefix = getattr(model, 'num_prefix_tokens', 0)
@@ -259,6 +251,17 @@ def draw_attention(
         aspect=grid[0] / grid[1],
         photograph=Top(photograph.pixels, text, place),
     )
+
+
+def _choose_heads(counts: Sequence[int], heads: Sequence[int] | None, at_most: int) -> list[int]:
+    # Of layers with so many heads each.
+    beyond = [head for head in heads or () if min(counts) <= head < max(counts)]
+    if beyond:
+        raise ValueError(
+            f'expected heads from 1 to {min(counts)}, which all drawn layers have, got {beyond[0] + 1}; choose layers '
+            'that have it'
+        )
+    return check_indices('head', heads, min(counts), at_most)
 
 
 def _check_query(query: tuple[int, int], grid: tuple[int, int]) -> int:
