@@ -2,7 +2,7 @@
 
 python -m tools.export --checkpoint FILE_OR_DIR --format onnx --out model.onnx
 python -m tools.export --checkpoint FILE_OR_DIR --format hf --out FOLDER
-python -m tools.export --model aft_conv_small_k11_h16 --format onnx --form matmul --fixed-size --out model.onnx
+python -m tools.export --model aft_conv_small_k11_h16 --format onnx --lowering matmul --fixed-size --out model.onnx
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; --model is a timm model name, with random
 weights unless --pretrained is given. Formats:
@@ -20,8 +20,8 @@ hf     a folder for timm (`local-dir:FOLDER`), transformers and the Hugging Face
 Every onnx and pt2 file is compared with PyTorch on random images before it gets its name, at three sizes if sizes are
 dynamic. The largest difference is printed, relative to the largest logit; above --tolerance it is an error.
 
---form matmul writes AFT-conv as one constant matrix per head and layer, heads x T x T floats for T tokens, at one size.
-Use it for few heads; it loses no digits if the position bias is very negative.
+--lowering matmul writes AFT-conv as one constant matrix per head and layer, heads x T x T floats for T tokens, at one
+size. Use it for few heads; it loses no digits if the position bias is very negative. --form is its earlier name.
 
 --int8 dynamic or static then replaces the weights and inputs of the projections of an onnx file by int8, by
 onnxruntime.quantization. --data is a folder of photographs: it prints how often the most likely class stays the same;
@@ -42,6 +42,7 @@ PARTS = ('code', 'onnx', 'pt2')
 FORMATS = ('onnx', 'pt2', 'hf')
 TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
 INT8_MODES = ('dynamic', 'static')
+LOWERINGS = ('conv', 'matmul')
 # Photographs of --data that are read, evenly spaced.
 MAX_PHOTOGRAPHS = 1000
 
@@ -61,7 +62,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_size(parser)
     parser.add_argument('--fixed-size', action='store_true', help='fix the image size')
     parser.add_argument('--batch', type=parse_positive, help='fix the batch size (default: any)')
-    parser.add_argument('--form', choices=('conv', 'matmul'), help='AFT-conv in onnx or pt2 --aten (default: conv)')
+    parser.add_argument('--lowering', '--form', choices=LOWERINGS, help='AFT-conv in onnx, pt2 --aten (default: conv)')
     parser.add_argument('--aten', action='store_true', help="pt2 with only torch's operators")
     parser.add_argument('--int8', choices=INT8_MODES, help='projections of the onnx file in int8')
     parser.add_argument('--data', type=Path, help='a folder of photographs for --int8')
@@ -74,7 +75,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     owners = {
         'int8': ['onnx'],
-        'form': ['onnx', 'pt2'],
+        'lowering': ['onnx', 'pt2'],
         'aten': ['pt2'],
         'batch': ['onnx', 'pt2'],
         'opset': ['onnx'],
@@ -110,7 +111,7 @@ if __name__ == '__main__':
 import aft_vision  # noqa: F401
 from aft_vision.commandline import run_command
 from aft_vision.export import (
-    Shape,
+    InputShape,
     choose_shape,
     export_hub_folder,
     export_onnx,
@@ -143,21 +144,21 @@ def main(argv: Sequence[str] | None = None) -> Path:
         model = load_model(args.checkpoint)
     else:
         model = build_model(args.model, **{'pretrained': args.pretrained, **args.model_arg}).eval()
-    form = args.form or 'conv'
-    shape = choose_shape(model, args.size, args.fixed_size, args.batch, form)
+    lowering = args.lowering or 'conv'
+    shape = choose_shape(model, args.size, args.fixed_size, args.batch, lowering)
     if args.format == 'hf':
         content = read_record(args.checkpoint) if args.checkpoint else {}
         parts = [part for part in PARTS if part not in args.without]
         for name, found in export_hub_folder(model, args.out, args.size, content, args.license, parts).items():
             print(f'{name}: differs from PyTorch by at most {max(check.difference for check in found):.1e}')
     else:
-        write_program(model, shape, form, args)
+        write_program(model, shape, lowering, args)
     weights = ', with random weights' if args.model and not args.pretrained else ''
     print(f'{args.out} is written{weights}{describe(shape, args.format)}')
     return args.out
 
 
-def write_program(model: Any, shape: Shape, form: str, args: argparse.Namespace) -> None:
+def write_program(model: Any, shape: InputShape, lowering: str, args: argparse.Namespace) -> None:
     """Write an onnx or pt2 file, and print how it differs from PyTorch, and from itself in int8."""
     files = find_photographs(args.data, MAX_PHOTOGRAPHS) if args.data else []
     # A file of a fixed batch takes no other.
@@ -165,9 +166,9 @@ def write_program(model: Any, shape: Shape, form: str, args: argparse.Namespace)
     # With --int8 the file has its name only in int8.
     with replacing(args.out) if args.int8 else nullcontext(args.out) as path:
         if args.format == 'onnx':
-            checks = export_onnx(model, path, shape, form=form, opset=args.opset, tolerance=args.tolerance)
+            checks = export_onnx(model, path, shape, lowering=lowering, opset=args.opset, tolerance=args.tolerance)
         else:
-            checks = export_pt2(model, path, shape, aten=args.aten, form=form, tolerance=args.tolerance)
+            checks = export_pt2(model, path, shape, aten=args.aten, lowering=lowering, tolerance=args.tolerance)
         for check in checks:
             height, width = check.size
             print(f'{check.batch} x {height} x {width}: differs from PyTorch by {check.difference:.1e}')
@@ -176,7 +177,7 @@ def write_program(model: Any, shape: Shape, form: str, args: argparse.Namespace)
         print(f'int8: the most likely class is that of the float32 file for {100 * same:.1f} % of the photographs')
 
 
-def describe(shape: Shape, file_format: str) -> str:
+def describe(shape: InputShape, file_format: str) -> str:
     """Describe the inputs of the file."""
     if file_format not in ('onnx', 'pt2'):
         return ''

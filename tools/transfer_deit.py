@@ -62,8 +62,8 @@ from aft_vision.commandline import run_command
 from aft_vision.export import export_model
 from aft_vision.files import write_json
 from aft_vision.models.deit_transfer import deit_to_aft
-from aft_vision.models.transfer_report import Report, Row, summarize_transfer
-from aft_vision.models.transfer_source import Source, build_model, did_you_mean, load_source, set_license
+from aft_vision.models.transfer_report import Row, TransferReport, summarize_transfer
+from aft_vision.models.transfer_source import TransferSource, build_model, did_you_mean, load_source, set_license
 from aft_vision.sizes import check_image_size, default_size
 
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def create_target(args: argparse.Namespace, source: Source) -> nn.Module:
+def create_target(args: argparse.Namespace, source: TransferSource) -> nn.Module:
     """Create the target model, by default with the number of classes of the source."""
     names = timm.list_models(module='aft_vit')
     if args.model not in names:
@@ -123,21 +123,21 @@ def create_target(args: argparse.Namespace, source: Source) -> nn.Module:
     return model
 
 
-def print_table(rows: Sequence[Row], report: Report, model: nn.Module) -> None:
+def print_table(rows: Sequence[Row], report: TransferReport, model: nn.Module) -> None:
     """Print a line for each kind of tensor, and the totals."""
     print(f'{"":15}  {"what":20}  {"tensors":>7}  {"parameters":>11}')
     for row in rows:
         print(f'{row.action:15}  {row.what:20}  {row.tensors:>7}  {row.parameters:>11,}  {row.note}'.rstrip())
     # Layer scale that only the model has is not a tensor of the source.
-    given = [sum(fate.numel for fate in fates) for fates in report.values() if any(fate.numel for fate in fates)]
+    given = [count for outcomes in report.values() if (count := sum(each.numel for each in outcomes))]
     own = sum(tensor.numel() for tensor in model.state_dict().values())
     print(f'the source has {sum(given):,} parameters in {len(given)} tensors, the model {own:,}')
 
 
-def describe(args: argparse.Namespace, rows: Sequence[Row], report: Report) -> dict[str, Any]:
-    """Return the content of transfer_report.json: the arguments, the table, and the fate of each tensor."""
+def describe(args: argparse.Namespace, rows: Sequence[Row], report: TransferReport) -> dict[str, Any]:
+    """Return the content of transfer_report.json: the arguments, the table, and the outcome of each tensor."""
     arguments = {**vars(args), 'out': str(args.out)}
-    tensors = {key: [fate._asdict() for fate in fates] for key, fates in report.items()}
+    tensors = {key: [each._asdict() for each in outcomes] for key, outcomes in report.items()}
     return {'arguments': arguments, 'table': [row._asdict() for row in rows], 'tensors': tensors}
 
 

@@ -1,4 +1,7 @@
-"""WebDataset shards: tar files of samples whose members follow each other and differ in their endings."""
+"""WebDataset's shards, here files: tar files of samples whose members follow each other and differ in their endings.
+
+A `Shard` is that of a process, as in all loaders.
+"""
 
 import io
 import json
@@ -56,7 +59,7 @@ class Sample(NamedTuple):
     label: Any
 
 
-class TarShard(NamedTuple):
+class ShardFile(NamedTuple):
     """A tar file of a WebDataset.
 
     Attributes:
@@ -72,7 +75,7 @@ class WebDataset(ImageData, IterableDataset):
 
     Args:
         place: Name of the split in errors.
-        files: Its shards.
+        files: Its tar files.
         images: Number of images; 0 if it is unknown.
         input_key: Ending of the images, or several with ';' between them; None for any ending of images.
         target_key: Field of `.json` members that has the class; None for `.cls` members.
@@ -89,7 +92,7 @@ class WebDataset(ImageData, IterableDataset):
     def __init__(
         self,
         place: str,
-        files: Sequence[TarShard],
+        files: Sequence[ShardFile],
         images: int,
         input_key: str | None,
         target_key: str | None,
@@ -187,7 +190,7 @@ class WebDataset(ImageData, IterableDataset):
                 yield image, _as_class(label, name)
 
     def skip_corrupt(self, instead: str) -> None:
-        """Leave out images that cannot be decoded and what cannot be read of a shard; name each once."""
+        """Leave out images that cannot be decoded and what cannot be read of a file; name each once."""
         self._named = new_flags(NUM_FLAGS)
 
     @property
@@ -236,8 +239,8 @@ class WebDataset(ImageData, IterableDataset):
             except CorruptImageError as error:
                 self.report(error, left)
 
-    def _ranges(self) -> list[tuple[TarShard, int, int | None]]:
-        """Return the shards of this process, with the position of its first sample in each, and that after its last."""
+    def _ranges(self) -> list[tuple[ShardFile, int, int | None]]:
+        """Return the files of this process, with the position of its first sample in each, and that after its last."""
         order: Iterable[int] = range(len(self.files))
         if self.is_training:
             order = np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(len(self.files))
@@ -252,9 +255,9 @@ class WebDataset(ImageData, IterableDataset):
         ]
         return [(file, low, high) for file, low, high in ranges if low < high]
 
-    def _read_range(self, file: TarShard, first: int, end: int | None) -> Iterator[Sample]:
+    def _read_range(self, file: ShardFile, first: int, end: int | None) -> Iterator[Sample]:
         count = 0
-        for sample in self._read_shard(file.url):
+        for sample in self._read_file(file.url):
             if first <= count and (end is None or count < end):
                 yield sample
             count += 1
@@ -266,8 +269,8 @@ class WebDataset(ImageData, IterableDataset):
                 f'shard_lengths in {INFO_FILES[0]}'
             )
 
-    def _read_shard(self, url: str) -> Iterator[Sample]:
-        """Yield the samples of a shard."""
+    def _read_file(self, url: str) -> Iterator[Sample]:
+        """Yield the samples of a file."""
         stem, found = '', dict[str, tuple[str, bytes]]()
         for name, ending, content in self._members(url):
             kind = self.kinds[ending]
@@ -391,7 +394,7 @@ def open_shards(
         input_key, target_key, is_training, seed: As in WebDataset.
 
     Raises:
-        ValueError: there is no such split, or the number of images is not the sum of those of the shards.
+        ValueError: there is no such split, or the number of images is not the sum of those of the files.
         ImportError: webdataset is not installed.
     """
     splits, (name, stated) = _read_splits(root), split_name_and_count(split)
@@ -407,7 +410,7 @@ def open_shards(
         for each in splits.values()
         for file, count in zip(each['filenames'], each.get('shard_lengths', ()), strict=False)
     }
-    files = [TarShard(os.path.join(root, file), known.get(file)) for file in names]
+    files = [ShardFile(os.path.join(root, file), known.get(file)) for file in names]
     counts = [file.images for file in files if file.images is not None]
     images, place = stated or info.get('num_samples') or sum(counts), f'the split {name} of {root}'
     if len(counts) == len(files) and images != sum(counts):

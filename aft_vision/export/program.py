@@ -13,17 +13,17 @@ from timm.layers import Mlp
 from timm.utils import reparameterize_model
 from torch import nn
 
-from aft_vision.export.verify import Check, Shape, Size, channels, grid_steps, onnx_runner, smallest_size, verify
+from aft_vision.export.verify import Check, InputShape, Size, channels, grid_steps, onnx_runner, smallest_size, verify
 from aft_vision.files import replacing
 from aft_vision.layers import AFTMixer, aft_mixers
-from aft_vision.layers.frozen import FORMS, FlatLinear
+from aft_vision.layers.frozen import LOWERINGS, FlatLinear
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, default_size, resize_model, takes_any_size
 
 INPUT, OUTPUT = 'images', 'logits'
 # Largest allowed difference of an exported file from PyTorch, relative to the largest logit.
 TOLERANCE = 1e-5
-# form='matmul' warns above this many bytes of constant matrices.
+# lowering='matmul' warns above this many bytes of constant matrices.
 LARGE_MATRICES = 2**28
 # Largest weights of one ONNX file in bytes: protocol buffers are limited to 2 GiB.
 LARGEST_ONNX = 2**31 - 2**27
@@ -32,18 +32,22 @@ OLDEST_OPSET, NEWEST_OPSET = 18, 25
 
 
 def choose_shape(
-    model: nn.Module, size: Size | None = None, fixed_size: bool = False, batch: int | None = None, form: str = 'conv'
-) -> Shape:
+    model: nn.Module,
+    size: Size | None = None,
+    fixed_size: bool = False,
+    batch: int | None = None,
+    lowering: str = 'conv',
+) -> InputShape:
     """Choose the shape of an export, and check that the model supports it.
 
     Args:
         size: (H, W) in pixels; None means the model's default.
         fixed_size: Fix the size even if the model takes any.
         batch: Fixed batch size; None allows any.
-        form: Form of AFT-conv, 'conv' or 'matmul'.
+        lowering: Of AFT-conv to torch operations, 'conv' or 'matmul'.
 
     Raises:
-        ValueError: the model does not support the size or form, or the form needs a fixed size.
+        ValueError: the model does not support the size or lowering, or the lowering needs a fixed size.
     """
     size = default_size(model) if size is None else size
     any_size = takes_any_size(model)
@@ -51,43 +55,43 @@ def choose_shape(
     check_image_size(model, size, pads=fixed_size or not any_size)
     if batch is not None and batch < 1:
         raise ValueError(f'expected a batch of at least 1 image, got {batch}')
-    if form not in FORMS:
-        raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
-    if form == 'matmul' and not any(form in mixer.forms for mixer in aft_mixers(model)):
-        raise ValueError(f"expected an AFT-conv for form='matmul', got a {type(model).__name__} without one")
-    if form == 'matmul' and not fixed_size:
-        raise ValueError("form='matmul' has a matrix for each pair of tokens: expected a fixed size, got a dynamic one")
+    if lowering not in LOWERINGS:
+        raise ValueError(f'lowering must be one of {", ".join(LOWERINGS)}, got {lowering!r}')
+    if lowering == 'matmul' and not any(lowering in mixer.lowerings for mixer in aft_mixers(model)):
+        raise ValueError(f"expected an AFT-conv for lowering='matmul', got a {type(model).__name__} without one")
+    if lowering == 'matmul' and not fixed_size:
+        raise ValueError("lowering='matmul' has matrices of one size: expected a fixed size, got a dynamic one")
     check_resizable(model, size)
-    return Shape(size, fixed_size or not any_size, batch)
+    return InputShape(size, fixed_size or not any_size, batch)
 
 
 def matrix_bytes(model: nn.Module, size: Size) -> int:
-    """Return the bytes of the constant matrices of form='matmul', h T T floats per layer."""
+    """Return the bytes of the constant matrices of lowering='matmul', h T T floats per layer."""
     patch: Any = model.patch_embed
     tokens = (size[0] // patch.patch_size[0]) * (size[1] // patch.patch_size[1])
-    heads = sum(mixer.split_sizes[-2] for mixer in aft_mixers(model) if 'matmul' in mixer.forms)
+    heads = sum(mixer.split_sizes[-2] for mixer in aft_mixers(model) if 'matmul' in mixer.lowerings)
     return 4 * heads * tokens**2
 
 
-def fold(model: nn.Module, shape: Shape, form: str = 'conv', aten: bool = True) -> nn.Module:
+def fold(model: nn.Module, shape: InputShape, lowering: str = 'conv', aten: bool = True) -> nn.Module:
     """Copy the model to the CPU in float32 and eval mode for export, with what depends only on parameters as constants.
 
     Args:
-        form: Form of AFT-conv, 'conv' or 'matmul'.
+        lowering: Of AFT-conv to torch operations, 'conv' or 'matmul'.
         aten: Use plain aten operations; False keeps the custom operators.
     """
     model = resize_model(copy.deepcopy(model).cpu().float().eval(), shape.size)
     if not aten:
         return reparameterize_model(model, inplace=True)
-    if form == 'matmul' and (size := matrix_bytes(model, shape.size)) > LARGE_MATRICES:
-        warnings.warn(f"form='matmul' keeps {size / 2**20:.0f} MiB of matrices, h T T floats a layer", stacklevel=3)
+    if lowering == 'matmul' and (size := matrix_bytes(model, shape.size)) > LARGE_MATRICES:
+        warnings.warn(f"lowering='matmul' keeps {size / 2**20:.0f} MiB of matrices, h T T floats a layer", stacklevel=3)
     grid: Size | None = None
     if isinstance(model, AFTVisionTransformer) and model.passes_grid:
         grid = model.patch_embed.dynamic_feat_size(shape.size)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, AFTMixer):
-                setattr(parent, name, child.freeze(grid, form))
+                setattr(parent, name, child.freeze(grid, lowering))
             elif isinstance(parent, Mlp) and isinstance(child, nn.Linear):
                 setattr(parent, name, FlatLinear(child))
     return model
@@ -96,10 +100,10 @@ def fold(model: nn.Module, shape: Shape, form: str = 'conv', aten: bool = True) 
 def export_pt2(
     model: nn.Module,
     path: str | Path,
-    shape: Shape | None = None,
+    shape: InputShape | None = None,
     *,
     aten: bool = False,
-    form: str = 'conv',
+    lowering: str = 'conv',
     tolerance: float = TOLERANCE,
 ) -> list[Check]:
     """Write a program of torch.export in float32, which `torch.export.load(path).module()` runs.
@@ -110,7 +114,7 @@ def export_pt2(
         shape: From `choose_shape`; None makes everything dynamic that can be.
         aten: Use plain aten operations: loading the file needs no `import aft_vision`, and the numeric range is that of
             `aft_vision.ops.aten`. Otherwise the file contains the custom operators.
-        form: Form of AFT-conv with aten=True, 'conv' or 'matmul'.
+        lowering: Of AFT-conv with aten=True to torch operations, 'conv' or 'matmul'.
         tolerance: Limit of the difference from PyTorch, see `Check`.
 
     Returns:
@@ -119,8 +123,8 @@ def export_pt2(
     Raises:
         ValueError: the arguments contradict each other, or the file differs from the model by more than the tolerance.
     """
-    if form != 'conv' and not aten:
-        raise ValueError(f'form={form!r} is made of aten operations: expected aten=True, got aten=False')
+    if lowering != 'conv' and not aten:
+        raise ValueError(f'lowering={lowering!r} is made of aten operations: expected aten=True, got aten=False')
     shape = shape or choose_shape(model)
     smallest = smallest_size(model)
     if not shape.fixed_size and any(side < end for side, end in zip(shape.size, smallest, strict=True)):
@@ -129,7 +133,7 @@ def export_pt2(
             'choose a larger size, fixed_size=True, or no .pt2'
         )
     with replacing(path) as temporary:
-        torch.export.save(trace(fold(model, shape, form, aten), shape), temporary)
+        torch.export.save(trace(fold(model, shape, lowering, aten), shape), temporary)
         program = torch.export.load(temporary).module()
         return verify(model, shape, program, tolerance)
 
@@ -137,9 +141,9 @@ def export_pt2(
 def export_onnx(
     model: nn.Module,
     path: str | Path,
-    shape: Shape | None = None,
+    shape: InputShape | None = None,
     *,
-    form: str = 'conv',
+    lowering: str = 'conv',
     opset: int = 20,
     tolerance: float = TOLERANCE,
 ) -> list[Check]:
@@ -152,7 +156,7 @@ def export_onnx(
         model: A classifier of timm or of this package.
         path: Ends in .onnx.
         shape: From `choose_shape`; None makes everything dynamic that can be.
-        form: Form of AFT-conv, 'conv' for any grid, or 'matmul' for one: a constant (T, T) matrix per head.
+        lowering: Of AFT-conv, 'conv' for any grid, or 'matmul' for one: a constant (T, T) matrix per head.
         opset: Version of the operator set, 18 to 25.
         tolerance: Limit of the difference from PyTorch in onnxruntime, see `Check`.
 
@@ -167,8 +171,8 @@ def export_onnx(
     require_onnx()
     if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
         raise ValueError(f'expected an operator set from {OLDEST_OPSET} to {NEWEST_OPSET}, got opset={opset}')
-    shape = shape or choose_shape(model, form=form)
-    folded = fold(model, shape, form)
+    shape = shape or choose_shape(model, lowering=lowering)
+    folded = fold(model, shape, lowering)
     size = sum(x.numel() * x.element_size() for x in folded.state_dict().values())
     if size > LARGEST_ONNX:
         raise ValueError(f'expected weights of at most {LARGEST_ONNX / 2**20:.0f} MiB, got {size / 2**20:.0f} MiB')
@@ -194,7 +198,7 @@ def export_onnx(
         return verify(model, shape, onnx_runner(temporary), tolerance)
 
 
-def trace(model: nn.Module, shape: Shape) -> torch.export.ExportedProgram:
+def trace(model: nn.Module, shape: InputShape) -> torch.export.ExportedProgram:
     """Export the graph of a folded model with the dynamic sizes of a shape."""
     patch, least = grid_steps(model)
     height, width = shape.size
@@ -216,7 +220,7 @@ def trace(model: nn.Module, shape: Shape) -> torch.export.ExportedProgram:
     return program
 
 
-def _describe_axes(program: Any, model: nn.Module, shape: Shape) -> None:
+def _describe_axes(program: Any, model: nn.Module, shape: InputShape) -> None:
     """Name the dynamic axes of an ONNX program, reject sizes that are not multiples, and drop paths of this machine."""
     import onnx_ir as ir
 

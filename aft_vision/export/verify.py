@@ -17,7 +17,7 @@ Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Shape:
+class InputShape:
     """The inputs of an exported program.
 
     Args:
@@ -82,7 +82,7 @@ def smallest_size(model: nn.Module) -> Size:
 
 
 @torch.no_grad()
-def verify(model: nn.Module, shape: Shape, program: Callable[[Tensor], Tensor], tolerance: float) -> list[Check]:
+def verify(model: nn.Module, shape: InputShape, program: Callable[[Tensor], Tensor], tolerance: float) -> list[Check]:
     """Compare a program with its model in float32.
 
     Raises:
@@ -113,7 +113,7 @@ def check_logits(got: Tensor, expected: Tensor, size: Size, tolerance: float) ->
     return Check(size, len(got), difference)
 
 
-def _cases(model: nn.Module, shape: Shape) -> list[tuple[int, Size]]:
+def _cases(model: nn.Module, shape: InputShape) -> list[tuple[int, Size]]:
     # The model's size and, if sizes are dynamic, a rectangle and a size with more tokens than the kernel.
     batches = (1, 3) if shape.batch is None else (shape.batch, shape.batch)
     if shape.fixed_size:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from aft_vision.ops import aten
 from aft_vision.ops.common.numerics import gated
 
-FORMS = ('conv', 'matmul')
+LOWERINGS = ('conv', 'matmul')
 
 
 @register_notrace_function

@@ -18,7 +18,7 @@ from timm.layers import is_exportable, register_notrace_function, to_2tuple, tru
 from torch import Tensor, nn
 
 from aft_vision import ops
-from aft_vision.layers.frozen import FORMS, FrozenAxial, FrozenConv, FrozenFull, FrozenMatmul, tokens_to_maps
+from aft_vision.layers.frozen import LOWERINGS, FrozenAxial, FrozenConv, FrozenFull, FrozenMatmul, tokens_to_maps
 from aft_vision.layers.fused import fuse_linear
 from aft_vision.layers.position_bias import (
     AxisBias,
@@ -45,7 +45,7 @@ class AFTMixer(nn.Module):
         name: `mixer=NAME` of the models.
         on_grid: mixes a grid of any size, without class token and position embedding, and may have several heads.
         bias_names: its parameters that are position biases, as patterns: they have no weight decay.
-        forms: forms of `freeze` among which an export chooses.
+        lowerings: those of `freeze` among which an export chooses.
         causal: masks the future.
 
     Args:
@@ -61,7 +61,7 @@ class AFTMixer(nn.Module):
     name: ClassVar[str]
     on_grid: ClassVar[bool] = False
     bias_names: ClassVar[tuple[str, ...]] = ()
-    forms: ClassVar[tuple[str, ...]] = ()
+    lowerings: ClassVar[tuple[str, ...]] = ()
     causal: bool = False
     # TorchScript reads Final annotations only from the last subclass, but these from every class.
     __constants__: ClassVar[list[str]] = ['causal', 'exportable', 'query_gate']
@@ -169,27 +169,27 @@ class AFTMixer(nn.Module):
         return self.qkv.weight.new_zeros(1, len(targets), tokens)
 
     @torch.no_grad()
-    def freeze(self, grid: tuple[int, int] | None, form: str = 'conv') -> nn.Module:
+    def freeze(self, grid: tuple[int, int] | None, lowering: str = 'conv') -> nn.Module:
         """Build an exportable copy of the mixer for evaluation, with constant position weights.
 
         The mixer is copied: it does not change, and shares no parameter with the result.
 
         Args:
-            grid: (H, W) in tokens, for the forms that depend on it; None means the mixer's own grid, if it has one.
-            form: for AFT-conv, 'conv' for any grid or 'matmul' for this grid.
+            grid: (H, W) in tokens, for a lowering that depends on it; None means the mixer's own grid, if it has one.
+            lowering: of AFT-conv to torch operations, 'conv' for any grid or 'matmul' for this grid.
 
         Raises:
-            ValueError: the form is unknown, the mixer is causal, or 'matmul' has no grid.
+            ValueError: the lowering is unknown, the mixer is causal, or 'matmul' has no grid.
         """
-        if form not in FORMS:
-            raise ValueError(f'form must be one of {", ".join(FORMS)}, got {form!r}')
+        if lowering not in LOWERINGS:
+            raise ValueError(f'lowering must be one of {", ".join(LOWERINGS)}, got {lowering!r}')
         if self.causal:
             raise ValueError(
                 f'expected a mixer over an image, got a causal {type(self).__name__}, which has no aten form'
             )
-        return copy.deepcopy(self)._freeze(grid, form)
+        return copy.deepcopy(self)._freeze(grid, lowering)
 
-    def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
+    def _freeze(self, grid: tuple[int, int] | None, lowering: str) -> nn.Module:
         # Of a copy. One without position weights needs no other class.
         self.exportable = True
         return self
@@ -347,7 +347,7 @@ class PairMixer(AFTMixer):
     def _rows(self, bias: Tensor, targets: Tensor) -> Tensor:
         return bias[targets]
 
-    def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
+    def _freeze(self, grid: tuple[int, int] | None, lowering: str) -> nn.Module:
         bias = self.position_bias.double()(grid)
         return FrozenFull(self, self._rows(bias, torch.arange(len(bias))))
 
@@ -456,7 +456,7 @@ class AFTConv(GridMixer):
 
     name = 'conv'
     bias_names = ('kernel.*',)
-    forms = FORMS
+    lowerings = LOWERINGS
     gumbel: Final[bool]
     straight_through: Final[bool]
     global_context: Final[bool]
@@ -505,11 +505,11 @@ class AFTConv(GridMixer):
     def _bias_outside(self) -> float:
         return 0.0 if self.global_context else -torch.inf
 
-    def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
-        if form == 'conv':
+    def _freeze(self, grid: tuple[int, int] | None, lowering: str) -> nn.Module:
+        if lowering == 'conv':
             return FrozenConv(self)
         if grid is None:
-            raise ValueError("form='matmul' needs the token grid (H, W), got None")
+            raise ValueError("lowering='matmul' needs the token grid (H, W), got None")
         return FrozenMatmul(self, grid)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
@@ -653,7 +653,7 @@ class AFTAxial(GridMixer):
     def _kernel_on(self, grid: tuple[int, int] | None) -> Tensor:
         return self.kernel(grid)
 
-    def _freeze(self, grid: tuple[int, int] | None, form: str) -> nn.Module:
+    def _freeze(self, grid: tuple[int, int] | None, lowering: str) -> nn.Module:
         return FrozenAxial(self)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:

@@ -36,7 +36,7 @@ from aft_vision.models.attention_block import AttentionBlock, attention_heads, c
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
 from aft_vision.models.state_dict import resample_rows
-from aft_vision.models.transfer_report import Report, describe_transfer
+from aft_vision.models.transfer_report import TransferReport, describe_transfer
 from aft_vision.models.weight_files import packaged_weights
 
 _logger = logging.getLogger(__name__)
@@ -499,10 +499,10 @@ def checkpoint_filter_fn(
     return result
 
 
-def _describe_new_head(report: Report, model: AFTVisionTransformer) -> str:
+def _describe_new_head(report: TransferReport, model: AFTVisionTransformer) -> str:
     # timm compares the number of classes in its configuration, not in the file, and only after the filter.
     classes = (getattr(model, 'pretrained_cfg', None) or {}).get('num_classes', model.num_classes)
-    placed = any(fate.target == 'head.weight' for fates in report.values() for fate in fates)
+    placed = any(each.target == 'head.weight' for outcomes in report.values() for each in outcomes)
     if not placed or classes == model.num_classes:
         return ''
     return f'; timm makes a new head unless pretrained_cfg_overlay has num_classes={model.num_classes}'

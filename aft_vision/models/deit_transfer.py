@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers import aft_mixers
 from aft_vision.models.state_dict import StateDictError, find_grid, resample_grid, unknown_grid
-from aft_vision.models.transfer_report import Fate, Report, projection_sizes
+from aft_vision.models.transfer_report import TransferOutcome, TransferReport, projection_sizes
 
 PATCHES = 'patch_embed.proj.weight'
 # timm's fused projection, or the separate biases of a ViT whose keys have none.
@@ -55,7 +55,7 @@ def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
 
 def deit_to_aft(
     state_dict: Mapping[str, Any], model: nn.Module, copy_qk: bool = False, grid: tuple[int, int] | None = None
-) -> tuple[dict[str, Tensor], Report]:
+) -> tuple[dict[str, Tensor], TransferReport]:
     """Map the weights of a DeiT or ViT to those of an AFT model (AFT Table 8); neither is modified.
 
     Patch embedding, values, output projections, norms, MLPs, layer scale and head are copied, and class token and
@@ -78,7 +78,7 @@ def deit_to_aft(
             `pretrained_cfg`, else the model's own grid if it has as many tokens, else a square.
 
     Returns:
-        A complete state dict of the model, and a report that maps each key of the source to its fates: one, or three
+        A complete state dict of the model, and a report that maps each key of the source to its outcomes: one, or three
         for the queries, keys and values of a fused projection. Layer scale that only the model has is listed under the
         model's key, with 0 elements.
 
@@ -161,15 +161,16 @@ class _Transfer:
     def _fold(self, name: str, target: str, value: Tensor, how: str) -> None:
         self.source[target], self.merged[target], self.moved[name] = value, how, target
 
-    def place(self, name: str) -> list[Fate]:
-        """Put one tensor into the result and return its fate."""
+    def place(self, name: str) -> list[TransferOutcome]:
+        """Put one tensor into the result and return its outcome."""
         value = self.source[name]
         if match := QKV.fullmatch(name):
             return self._place_projections(value, *match.groups())
         if name in self.moved:
             target = self.moved[name]
-            kept = self.own.get(target) is not None and self.own[target].shape == self.source[target].shape
-            return [Fate('merged', '', value.numel(), target, self.merged[target])] if kept else [self._left_out(name)]
+            if target not in self.own or self.own[target].shape != self.source[target].shape:
+                return [self._left_out(name)]
+            return [TransferOutcome('merged', '', value.numel(), target, self.merged[target])]
         if name == PATCHES:
             return [self._place_patches(value)]
         if name == 'pos_embed' and name in self.own:
@@ -185,29 +186,31 @@ class _Transfer:
             raise StateDictError(f'expected {name} of shape {wanted}, as the model has, got {tuple(value.shape)}')
         return [self._left_out(name)]
 
-    def neutralize_layer_scale(self) -> Report:
+    def neutralize_layer_scale(self) -> TransferReport:
         """Set layer scale that only the model has to 1, which is equivalent to a source without it."""
         names = [name for name in self.own if LAYER_SCALE.fullmatch(name) and name not in self.source]
         self.result.update({name: torch.ones_like(self.own[name]) for name in names})
         note = 'no layer scale in the source is a layer scale of 1'
-        return {name: [Fate('copied', '', 0, name, note)] for name in names}
+        return {name: [TransferOutcome('copied', '', 0, name, note)] for name in names}
 
-    def _placed(self, action: str, name: str, target: str, value: Tensor, note: str) -> Fate:
+    def _placed(self, action: str, name: str, target: str, value: Tensor, note: str) -> TransferOutcome:
         # A copy, so that training the model does not change the source.
         self.result[target] = value.detach().to(self.own[target], copy=True)
         if name in self.merged:
             action, note = 'merged', ', '.join(filter(None, [note, self.merged[name]]))
-        return Fate(action, '', self.source[name].numel(), target, note)
+        return TransferOutcome(action, '', self.source[name].numel(), target, note)
 
-    def _left_out(self, name: str) -> Fate:
+    def _left_out(self, name: str) -> TransferOutcome:
         target = name.replace('head_dist', 'head')
         if name.startswith('head') and target in self.own:
             note = f'the model has {self.own[target].shape[0]} classes, the source {self.source[name].shape[0]}'
         else:
             note = _reason(name) or 'the model has no such tensor'
-        return Fate('left out', '', self.source[name].numel(), note=note)
+        return TransferOutcome('left out', '', self.source[name].numel(), note=note)
 
-    def _place_projections(self, value: Tensor, block: str, kind: str | None, part: str | None) -> list[Fate]:
+    def _place_projections(
+        self, value: Tensor, block: str, kind: str | None, part: str | None
+    ) -> list[TransferOutcome]:
         dim, target = self.model.embed_dim, f'{block}.qkv.{kind or "bias"}'
         if part is None and value.shape[0] != 3 * dim:
             raise StateDictError(f'expected {target} of {3 * dim} rows, three projections, got {value.shape[0]}')
@@ -219,7 +222,9 @@ class _Transfer:
             for name, rows in zip(names, value.split(dim), strict=True)
         ]
 
-    def _place_rows(self, part: str, rows: Tensor, target: str, sizes: dict[str, int], copy_qk: bool) -> Fate:
+    def _place_rows(
+        self, part: str, rows: Tensor, target: str, sizes: dict[str, int], copy_qk: bool
+    ) -> TransferOutcome:
         note = ''
         if part not in sizes:
             note = 'the model has no queries (query_gate=False)'
@@ -230,15 +235,15 @@ class _Transfer:
         elif sizes[part] != rows.shape[0]:
             note = f'the model has {sizes[part]} channels of them, the source {rows.shape[0]}'
         if note:
-            return Fate('left out', part, rows.numel(), note=note)
+            return TransferOutcome('left out', part, rows.numel(), note=note)
         if self.result[target] is self.own[target]:
             self.result[target] = self.own[target].clone()
         before = 'qkv'[: 'qkv'.index(part)]
         start = sum(sizes.get(name, 0) for name in before)
         self.result[target][start : start + rows.shape[0]] = rows.to(self.result[target])
-        return Fate('copied', part, rows.numel(), target)
+        return TransferOutcome('copied', part, rows.numel(), target)
 
-    def _place_patches(self, value: Tensor) -> Fate:
+    def _place_patches(self, value: Tensor) -> TransferOutcome:
         own = self.own[PATCHES]
         if value.ndim != 4 or value.shape[0] != own.shape[0]:
             raise StateDictError(f'expected {PATCHES} like {tuple(own.shape)}, got {tuple(value.shape)}')
@@ -253,7 +258,7 @@ class _Transfer:
         resized = adapt_input_conv(channels, resample_patch_embed(value, size), base_chans=value.shape[1])
         return self._placed('resampled', PATCHES, PATCHES, resized, ', '.join(changes))
 
-    def _place_positions(self) -> Fate:
+    def _place_positions(self) -> TransferOutcome:
         own = self.own['pos_embed']
         prefix, patches, grid = self._source_positions()
         if patches.shape[-1] != own.shape[-1]:

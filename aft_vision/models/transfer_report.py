@@ -1,4 +1,4 @@
-"""Report of a weight transfer: the fate of each tensor, and totals."""
+"""Report of a weight transfer: the outcome of each tensor, and totals."""
 
 import re
 from typing import Any, NamedTuple
@@ -25,8 +25,8 @@ PARTS = {
 INITIALISED = 'as initialised'
 
 
-class Fate(NamedTuple):
-    """The fate of a tensor of the source, or of one projection in its fused qkv.
+class TransferOutcome(NamedTuple):
+    """The outcome of a tensor of the source, or of one projection in its fused qkv.
 
     Attributes:
         action: `copied`, `resampled` to another size, `merged` with another tensor, or `left out`.
@@ -48,7 +48,7 @@ class Fate(NamedTuple):
         return f'{part}{self.action}{target}{f" ({self.note})" if self.note else ""}'
 
 
-Report = dict[str, list[Fate]]
+TransferReport = dict[str, list[TransferOutcome]]
 
 
 class Row(NamedTuple):
@@ -61,7 +61,7 @@ class Row(NamedTuple):
     note: str
 
 
-def summarize_transfer(report: Report, model: nn.Module) -> list[Row]:
+def summarize_transfer(report: TransferReport, model: nn.Module) -> list[Row]:
     """Count the tensors that a transfer copied or left out, and those of the model that it did not set.
 
     Args:
@@ -73,15 +73,15 @@ def summarize_transfer(report: Report, model: nn.Module) -> list[Row]:
         for `as initialised`, which counts parameters of the model.
     """
     sizes: dict[tuple[str, str, str], list[int]] = {}
-    entries = [(key, fate) for key, fates in report.items() for fate in fates]
-    for key, fate in [*entries, *_untouched(report, model)]:
-        sizes.setdefault((fate.action, _part_name(key, fate.part), fate.note), []).append(fate.numel)
+    entries = [(key, outcome) for key, outcomes in report.items() for outcome in outcomes]
+    for key, outcome in [*entries, *_untouched(report, model)]:
+        sizes.setdefault((outcome.action, _part_name(key, outcome.part), outcome.note), []).append(outcome.numel)
     order = ['copied', 'resampled', 'merged', 'left out', INITIALISED]
     rows = [Row(action, what, len(numels), sum(numels), note) for (action, what, note), numels in sizes.items()]
     return sorted(rows, key=lambda row: order.index(row.action))
 
 
-def describe_transfer(report: Report, model: nn.Module) -> str:
+def describe_transfer(report: TransferReport, model: nn.Module) -> str:
     """Describe in one line what was left out, and what in the model is as initialised."""
     rows = summarize_transfer(report, model)
     left_out, initialised = (
@@ -91,8 +91,8 @@ def describe_transfer(report: Report, model: nn.Module) -> str:
     return f'transferred the weights of a ViT: left out {left_out}; as initialised {initialised}'
 
 
-def _untouched(report: Report, model: nn.Module) -> list[tuple[str, Fate]]:
-    touched = {(fate.target, fate.part) for fates in report.values() for fate in fates}
+def _untouched(report: TransferReport, model: nn.Module) -> list[tuple[str, TransferOutcome]]:
+    touched = {(outcome.target, outcome.part) for outcomes in report.values() for outcome in outcomes}
     found = []
     for key, tensor in model.state_dict().items():
         parent = key.rpartition('.')[0]
@@ -102,7 +102,9 @@ def _untouched(report: Report, model: nn.Module) -> list[tuple[str, Fate]]:
             parts = {part: count * width for part, count in rows.items()}
         else:
             parts = {'': tensor.numel()}
-        found += [(key, Fate(INITIALISED, part, n)) for part, n in parts.items() if (key, part) not in touched]
+        found += [
+            (key, TransferOutcome(INITIALISED, part, n)) for part, n in parts.items() if (key, part) not in touched
+        ]
     return found
 
 

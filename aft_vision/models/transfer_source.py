@@ -25,7 +25,7 @@ PRE_NORM_BLOCKS = (vision_transformer.Block, vision_transformer_relpos.RelPosBlo
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct')
 
 
-class Source(NamedTuple):
+class TransferSource(NamedTuple):
     """Weights with metadata of their model.
 
     Attributes:
@@ -43,7 +43,7 @@ class Source(NamedTuple):
     license: str | None = None
 
 
-def load_source(source: str | Path) -> Source:
+def load_source(source: str | Path) -> TransferSource:
     """Read weights without executing code from the file.
 
     Args:
@@ -141,7 +141,7 @@ def load_folder(path: Path, **kwargs: Any) -> nn.Module:
     return build_model(f'local-dir:{path}', pretrained=True, **kwargs)
 
 
-def _of_model(model: nn.Module) -> Source:
+def _of_model(model: nn.Module) -> TransferSource:
     cfg: Any = model.pretrained_cfg
     blocks: Any = getattr(model, 'blocks', None)
     if blocks and not isinstance(blocks[0], PRE_NORM_BLOCKS):
@@ -153,22 +153,22 @@ def _of_model(model: nn.Module) -> Source:
     names = cfg.get('label_names')
     grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
     preprocessing = {key: config[key] for key in PREPROCESSING}
-    return Source(model.state_dict(), list(names) if names else None, preprocessing, grid, cfg.get('license'))
+    return TransferSource(model.state_dict(), list(names) if names else None, preprocessing, grid, cfg.get('license'))
 
 
-def _of_file(path: Path) -> Source:
+def _of_file(path: Path) -> TransferSource:
     content = _read(path)
     if not isinstance(content, Mapping):
         raise ValueError(f'expected a file with a state dict, got {path} with a {type(content).__name__}')
     if not isinstance(content.get('model_name'), str):
-        return Source(unwrap_state_dict(content))
+        return TransferSource(unwrap_state_dict(content))
     # A checkpoint of the trainer, which normalises images by the registered model's mean and std.
     cfg = timm.get_pretrained_cfg(content['model_name'])
     config = {key: getattr(cfg, key) for key in PREPROCESSING} if cfg else {}
     config.update({key: value for key, value in (content.get('data_config') or {}).items() if key in PREPROCESSING})
     state_dict = unwrap_state_dict(content)
     grid = find_stated_grid(state_dict, content.get('model_kwargs') or {})
-    return Source(state_dict, content.get('class_names'), config, grid, content.get('license'))
+    return TransferSource(state_dict, content.get('class_names'), config, grid, content.get('license'))
 
 
 def find_stated_grid(state_dict: Mapping[str, Tensor], model_kwargs: Mapping[str, Any]) -> tuple[int, int] | None:

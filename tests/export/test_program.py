@@ -12,7 +12,7 @@ import torch
 from small_models import make
 from torch import Tensor, nn
 
-from aft_vision.export import Shape, choose_shape, export_onnx, export_pt2, program
+from aft_vision.export import InputShape, choose_shape, export_onnx, export_pt2, program
 from aft_vision.export.verify import Check, check_logits, onnx_runner
 from aft_vision.sizes import takes_any_size
 
@@ -93,7 +93,7 @@ def test_an_onnx_file_says_how_images_are_prepared(onnx_file):
 
 def test_the_matrix_form_has_no_convolution_but_the_patches():
     model = make()
-    shape = choose_shape(model, (32, 48), fixed_size=True, form='matmul')
+    shape = choose_shape(model, (32, 48), fixed_size=True, lowering='matmul')
     traced = program.trace(program.fold(model, shape, 'matmul'), shape)
     assert [str(node.target) for node in traced.graph.nodes].count('aten.conv2d.default') == 1
     assert (8, 24, 24) in [tuple(x.shape) for x in traced.state_dict.values()]
@@ -164,7 +164,7 @@ def test_a_program_of_fixed_size_takes_any_batch_and_has_no_alias_which_core_ml_
 
 def test_a_fixed_batch_takes_no_other(tmp_path):
     model = make()
-    export_pt2(model, tmp_path / 'model.pt2', Shape((32, 32), True, 2))
+    export_pt2(model, tmp_path / 'model.pt2', InputShape((32, 32), True, 2))
     run = torch.export.load(tmp_path / 'model.pt2').module()
     assert_equal(model, run, 2, (32, 32))
     with pytest.raises(AssertionError, match=r'x\.size\(\)\[0\] == 2'):
@@ -188,7 +188,7 @@ def test_a_file_that_differs_is_not_written(tmp_path):
     model = make()
     (tmp_path / 'model.pt2').write_bytes(b'the previous one')
     with pytest.raises(ValueError, match=r'within 0e\+00 of the largest one of PyTorch, got .* for \d images of'):
-        export_pt2(model, tmp_path / 'model.pt2', Shape((32, 32), True), aten=True, tolerance=0.0)
+        export_pt2(model, tmp_path / 'model.pt2', InputShape((32, 32), True), aten=True, tolerance=0.0)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [('model.pt2', b'the previous one')]
 
 
@@ -200,8 +200,8 @@ def test_logits_that_are_all_0_are_those_of_the_model():
 def test_large_matrices_are_announced(monkeypatch):
     monkeypatch.setattr(program, 'LARGE_MATRICES', 8 * 16**2 * 4 - 1)
     model = make()
-    shape = choose_shape(model, (32, 32), fixed_size=True, form='matmul')
-    with pytest.warns(UserWarning, match="form='matmul' keeps 0 MiB of matrices, h T T floats a layer"):
+    shape = choose_shape(model, (32, 32), fixed_size=True, lowering='matmul')
+    with pytest.warns(UserWarning, match="lowering='matmul' keeps 0 MiB of matrices, h T T floats a layer"):
         program.fold(model, shape, 'matmul')
     assert program.matrix_bytes(model, (32, 48)) == 8 * 24**2 * 4
 
@@ -216,10 +216,10 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     ('name', 'arguments', 'message'),
     [
         ('aft_conv_tiny', {'size': (30, 32)}, r'multiples of the patch size \(8, 8\), got \(30, 32\)'),
-        ('aft_conv_tiny', {'form': 'matmul'}, 'expected a fixed size, got a dynamic one'),
-        ('aft_conv_tiny', {'form': 'fft'}, "form must be one of conv, matmul, got 'fft'"),
+        ('aft_conv_tiny', {'lowering': 'matmul'}, 'expected a fixed size, got a dynamic one'),
+        ('aft_conv_tiny', {'lowering': 'fft'}, "lowering must be one of conv, matmul, got 'fft'"),
         ('aft_conv_tiny', {'batch': 0}, 'expected a batch of at least 1 image, got 0'),
-        ('aft_full_tiny', {'form': 'matmul', 'fixed_size': True}, "expected an AFT-conv for form='matmul', got a AFT"),
+        ('aft_full_tiny', {'lowering': 'matmul', 'fixed_size': True}, 'AFT-conv for .*, got a AFTVisionTransformer'),
     ],
 )
 def test_what_a_model_cannot_do_is_rejected(name, arguments, message):
@@ -239,7 +239,7 @@ def test_a_program_of_any_size_from_a_grid_of_one_token_a_side_is_rejected(tmp_p
 
 def test_a_model_of_half_precision_becomes_a_program_in_single(tmp_path):
     model, path = make().bfloat16(), tmp_path / 'model.pt2'
-    export_pt2(model, path, Shape((32, 32), True), aten=True)
+    export_pt2(model, path, InputShape((32, 32), True), aten=True)
     assert_equal(model.float(), torch.export.load(path).module(), 2, (32, 32))
 
 
@@ -273,8 +273,8 @@ def test_aft_simple_without_positions_still_has_a_fixed_size():
 
 def test_a_form_of_the_custom_operator_is_rejected(tmp_path):
     model = make()
-    with pytest.raises(ValueError, match="form='matmul' is made of aten operations: expected aten=True"):
-        export_pt2(model, tmp_path / 'model.pt2', Shape((32, 32), True), form='matmul')
+    with pytest.raises(ValueError, match="lowering='matmul' is made of aten operations: expected aten=True"):
+        export_pt2(model, tmp_path / 'model.pt2', InputShape((32, 32), True), lowering='matmul')
 
 
 def test_more_weights_than_a_file_holds_are_rejected(tmp_path, monkeypatch):

@@ -37,24 +37,24 @@ def randomized(mixer: nn.Module) -> nn.Module:
     return mixer.eval()
 
 
-@pytest.mark.parametrize('form', ['conv', 'matmul'])
+@pytest.mark.parametrize('lowering', ['conv', 'matmul'])
 @pytest.mark.parametrize('name', MAKERS)
 @torch.no_grad()
-def test_a_frozen_mixer_gives_the_same(name: str, form: str):
+def test_a_frozen_mixer_gives_the_same(name: str, lowering: str):
     mixer = randomized(MAKERS[name]()).double()
-    frozen = mixer.freeze(GRID, form)
+    frozen = mixer.freeze(GRID, lowering)
     x, mask = randn(2, 12, 8), torch.arange(12).expand(2, -1) < 7
     assert_close(frozen(x, GRID), mixer(x, GRID), 1e-12)
     assert_close(frozen(x, GRID, mask), mixer(x, GRID, mask), 1e-12)
 
 
-@pytest.mark.parametrize('form', ['conv', 'matmul'])
+@pytest.mark.parametrize('lowering', ['conv', 'matmul'])
 @pytest.mark.parametrize('name', MAKERS)
 @torch.no_grad()
-def test_freezing_leaves_the_mixer_as_it_is(name: str, form: str):
+def test_freezing_leaves_the_mixer_as_it_is(name: str, lowering: str):
     mixer, x = randomized(MAKERS[name]()), randn(2, 12, 8).float()
     expected, state = mixer(x, GRID), copy.deepcopy(mixer.state_dict())
-    for parameter in mixer.freeze(GRID, form).parameters():
+    for parameter in mixer.freeze(GRID, lowering).parameters():
         parameter.zero_()
     for key, value in mixer.state_dict().items():
         assert value.dtype == state[key].dtype, key
@@ -89,9 +89,9 @@ def test_the_matrix_form_loses_no_digits_where_the_bias_is_very_negative():
 
 
 def test_what_cannot_be_frozen_is_rejected():
-    with pytest.raises(ValueError, match="form must be one of conv, matmul, got 'fft'"):
+    with pytest.raises(ValueError, match="lowering must be one of conv, matmul, got 'fft'"):
         AFTConv(8).freeze(GRID, 'fft')
-    with pytest.raises(ValueError, match="form='matmul' needs the token grid"):
+    with pytest.raises(ValueError, match="lowering='matmul' needs the token grid"):
         AFTConv(8).freeze(None, 'matmul')
     with pytest.raises(ValueError, match='got a causal AFTFull, which has no aten form'):
         AFTFull(8, num_tokens=12, causal=True).freeze(None)

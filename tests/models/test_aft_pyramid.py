@@ -6,7 +6,7 @@ import torch
 from helpers import fixes_trained_sizes
 from torch import Tensor, nn
 
-from aft_vision.export import Shape
+from aft_vision.export import InputShape
 from aft_vision.export.program import trace
 from aft_vision.export.verify import grid_steps
 from aft_vision.layers import AFTMixer
@@ -157,7 +157,7 @@ def test_one_exported_program_is_for_any_size_and_batch():
     model = make_model(depths=(1, 1, 1, 0), attention_blocks=None, local_conv=False)
     # One position of the last stage, 32 pixels, would be a constant.
     assert grid_steps(model) == ((1, 1), 33)
-    program = trace(model, Shape((64, 64), False)).module()
+    program = trace(model, InputShape((64, 64), False)).module()
     for shape in [(1, 3, 64, 64), (2, 3, 37, 50)]:
         images = make_images(*shape)
         torch.testing.assert_close(run(program, images), run(model, images), rtol=1e-4, atol=1e-5)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aft_vision.layers import AFTMixer
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
-from aft_vision.models.transfer_report import Fate, describe_transfer, summarize_transfer
+from aft_vision.models.transfer_report import TransferOutcome, describe_transfer, summarize_transfer
 
 SMALL: dict[str, Any] = dict(embed_dim=32, depth=2, img_size=64, num_classes=7)
 CONV: dict[str, Any] = dict(SMALL, num_heads=4, kernel_size=3)
@@ -86,11 +86,11 @@ def test_a_deit_tiny_is_copied_tensor_by_tensor(deit_tiny: nn.Module, name: str)
         if '.qkv.' in key:
             assert torch.equal(new[key][-192:], value[2 * 192 :])
             assert torch.equal(new[key][:-192], before[key][:-192])
-            assert [(fate.part, fate.action) for fate in report[key]] == [*zip('qkv', OUT_OUT_IN, strict=True)]
+            assert [(outcome.part, outcome.action) for outcome in report[key]] == [*zip('qkv', OUT_OUT_IN, strict=True)]
             assert report[key][2].target == key
         elif key in before:
             assert torch.equal(new[key], value)
-            assert report[key] == [Fate('copied', '', value.numel(), key)]
+            assert report[key] == [TransferOutcome('copied', '', value.numel(), key)]
         else:
             assert report[key][0].action == 'left out'
             assert 'the model has no' in report[key][0].note
@@ -106,8 +106,8 @@ def test_attention_blocks_get_queries_and_keys_too():
     new, report = deit_to_aft(vit.state_dict(), model)
     key = 'blocks.1.attn.qkv.weight'
     assert torch.equal(new[key], vit.state_dict()[key])
-    assert [fate.action for fate in report[key]] == ['copied'] * 3
-    assert [fate.action for fate in report['blocks.0.attn.qkv.weight']] == [*OUT_OUT_IN]
+    assert [outcome.action for outcome in report[key]] == ['copied'] * 3
+    assert [outcome.action for outcome in report['blocks.0.attn.qkv.weight']] == [*OUT_OUT_IN]
     model.load_state_dict(new)
     rows = {(row.action, row.what): row.tensors for row in summarize_transfer(report, model)}
     assert rows['copied', 'queries'] == rows['copied', 'keys'] == rows['as initialised', 'keys'] == 2
@@ -238,9 +238,9 @@ def test_queries_and_keys_are_copied_on_demand_where_they_fit(name: str, kwargs:
     wanted = dict(zip('qkv', vit.blocks[1].attn.qkv(x).chunk(3, dim=-1), strict=True))
     for part in copied:
         torch.testing.assert_close(parts[part], wanted[part])
-    fates = report['blocks.1.attn.qkv.weight']
-    assert ''.join(fate.part for fate in fates if fate.action == 'copied') == copied
-    assert [fate.note for fate in fates if fate.action == 'left out'] == notes
+    outcomes = report['blocks.1.attn.qkv.weight']
+    assert ''.join(outcome.part for outcome in outcomes if outcome.action == 'copied') == copied
+    assert [outcome.note for outcome in outcomes if outcome.action == 'left out'] == notes
 
 
 def notes_of(vit: nn.Module, model: nn.Module) -> dict[str, str]:
@@ -248,7 +248,7 @@ def notes_of(vit: nn.Module, model: nn.Module) -> dict[str, str]:
     new, report = deit_to_aft(vit.state_dict(), model)
     model.load_state_dict(new)
     assert set(report) == set(vit.state_dict())
-    return {key: fate.note for key, fates in report.items() for fate in fates if fate.action == 'left out'}
+    return {key: each.note for key, outcomes in report.items() for each in outcomes if each.action == 'left out'}
 
 
 @pytest.mark.parametrize(
@@ -280,15 +280,15 @@ def test_a_source_that_lacks_something_leaves_it_to_the_model():
     for key in ('blocks.0.attn.qkv.bias', 'head.weight', 'cls_token', 'pos_embed'):
         assert torch.equal(new[key], before[key])
     # Without a class token timm pools first.
-    assert report['fc_norm.weight'][0] == Fate('copied', '', 32, 'norm.weight', 'fc_norm in the source')
+    assert report['fc_norm.weight'][0] == TransferOutcome('copied', '', 32, 'norm.weight', 'fc_norm in the source')
     initialised = {row.what for row in summarize_transfer(report, model) if row.action == 'as initialised'}
     assert initialised >= {'values', 'head', 'class token', 'position embedding', 'position biases'}
 
 
 def test_layer_scale_that_the_source_lacks_is_reported():
     _, report = deit_to_aft(make_vit().state_dict(), make_aft(init_values=1e-5))
-    fate = Fate('copied', '', 0, 'blocks.1.ls2.gamma', 'no layer scale in the source is a layer scale of 1')
-    assert report['blocks.1.ls2.gamma'] == [fate]
+    note = 'no layer scale in the source is a layer scale of 1'
+    assert report['blocks.1.ls2.gamma'] == [TransferOutcome('copied', '', 0, 'blocks.1.ls2.gamma', note)]
 
 
 @pytest.mark.parametrize('key', ['blocks.0.attn.rel_pos.mlp.fc1.weight', 'shared_rel_pos.mlp.fc1.bias'])

@@ -236,7 +236,7 @@ def test_a_runtime_is_given_the_exported_model_and_one_that_is_absent_is_named(m
     command = ['models', '--baseline', 'test_vit', '--models', 'test_byobnet', '--batch-size', '2', '--sizes', '160']
     command += ['--runtimes', 'openvino', '--rounds', '1', '--allow-load']
     first, row = main(command)['rows']
-    assert exported[0] == ('VisionTransformer', 'test_vit.onnx', models.Shape((160, 160), True, 2))
+    assert exported[0] == ('VisionTransformer', 'test_vit.onnx', models.InputShape((160, 160), True, 2))
     assert (first['ratio'], row['form']) == (1.0, 'openvino')
     assert row['per_second'] == pytest.approx(2e3 / row['milliseconds'])
     assert (row['peak_bytes'], row['peak_ratio']) == (2**20, 1.0)

@@ -82,10 +82,10 @@ def test_every_model_pays_for_one_reset_and_takes_the_same_token(name: str):
     session.prefill(torch.arange(60).view(2, 30) % 7)
     state, counts = decode.share_positions(session.state.clone())
     with Fills() as fills:
-        decode.take_token(lambda token: None, tokens, counts, 5)
+        decode.step_at(lambda token: None, tokens, counts, 5)
     assert fills.count == 1
     assert {int(x) for x in positions_of(state)} == {5}
-    logits = decode.take_token(Session(model, state).step, tokens, counts, 31)
+    logits = decode.step_at(Session(model, state).step, tokens, counts, 31)
     torch.testing.assert_close(logits, session.step(tokens), rtol=0, atol=0)
     assert {int(x) for x in positions_of(state)} == {32}
 
@@ -102,5 +102,5 @@ def test_a_filled_state_has_no_untouched_memory(name: str):
     decode.fill_state(state)
     for x in (x for layer in state.layers for x in layer if x.ndim):
         assert (x != 0).all()
-    first = decode.take_token(Session(model, state).step, torch.zeros(2, dtype=torch.int64), counts, 30)
+    first = decode.step_at(Session(model, state).step, torch.zeros(2, dtype=torch.int64), counts, 30)
     assert first.isfinite().all()

@@ -7,7 +7,7 @@ from helpers import save_model
 from PIL import Image
 
 from aft_vision.export.program import TOLERANCE
-from aft_vision.export.verify import Check, Shape
+from aft_vision.export.verify import Check, InputShape
 from tools import export
 from tools.export import main
 
@@ -32,8 +32,8 @@ def test_a_checkpoint_becomes_an_onnx_file(checkpoint, tmp_path, monkeypatch, ca
     assert '1 x 32 x 32: differs from PyTorch by 2.5e-07\n3 x 16 x 40: differs from PyTorch by 5.0e-07' in shown
     assert f'{path} is written: it takes any height and width, any batch' in shown
     assert path == out == tmp_path / 'new' / 'model.onnx'
-    assert shape == Shape((32, 32), fixed_size=False, batch=None)
-    assert kwargs == {'form': 'conv', 'opset': 20, 'tolerance': TOLERANCE}
+    assert shape == InputShape((32, 32), fixed_size=False, batch=None)
+    assert kwargs == {'lowering': 'conv', 'opset': 20, 'tolerance': TOLERANCE}
     saved = torch.load(checkpoint, weights_only=True)['state_dict']
     assert all(torch.equal(x, saved[name]) for name, x in model.state_dict().items())
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_becomes_a_hub_folder_and_that_a_program(checkpoint, tmp_pa
     assert not (folder / 'model.onnx').exists()
     card = (folder / 'README.md').read_text()
     assert '**Top-1 (validation):** 50.0 % after 3 epochs' in card
-    options = ['--format', 'pt2', '--aten', '--form', 'matmul', '--fixed-size', '--size', '32x40', '--batch', '2']
+    options = ['--format', 'pt2', '--aten', '--lowering', 'matmul', '--fixed-size', '--size', '32x40', '--batch', '2']
     path = main(['--checkpoint', str(folder), *options, '--out', str(tmp_path / 'model.pt2')])
     assert 'it takes 32 x 40 only, a batch of 2' in capsys.readouterr().out
     assert torch.export.load(path).module()(torch.zeros(2, 3, 32, 40)).shape == (2, 3)
@@ -92,7 +92,7 @@ def test_a_file_without_int8_does_not_get_the_name_of_one_with_it(
         (['--format', 'pt2', '--int8', 'dynamic'], '--int8 belongs to --format onnx, got pt2'),
         (['--format', 'onnx', '--int8', 'static'], '--int8 static needs --data'),
         (['--format', 'onnx', '--data', '.'], '--data belongs to --int8'),
-        (['--format', 'hf', '--form', 'conv'], '--form belongs to --format onnx or pt2, got hf'),
+        (['--format', 'hf', '--lowering', 'conv'], '--lowering belongs to --format onnx or pt2, got hf'),
         (['--format', 'onnx', '--model-arg', 'depth=2'], '--model-arg and --pretrained belong to --model'),
         (['--format', 'hf', '--batch', '4'], '--batch belongs to --format onnx or pt2, got hf'),
         (['--format', 'hf', '--tolerance', '0'], '--tolerance belongs to --format onnx or pt2, got hf'),

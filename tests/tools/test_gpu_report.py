@@ -91,8 +91,8 @@ def test_a_dry_run_measures_each_piece_once(group: str, tmp_path: Path, monkeypa
     assert list(report['pieces']) == [name for name in commands if name.startswith(group)]
     for name, piece in report['pieces'].items():
         assert (piece['status'], piece['code']) == ('done', 0)
-        assert piece['figures']['rows']
-        assert [row for row in piece['figures']['rows'] if row.get('failure')] == []
+        assert piece['metrics']['rows']
+        assert [row for row in piece['metrics']['rows'] if row.get('failure')] == []
         assert f'## {name}\n\n```sh\npython -m {" ".join(commands[name])}\n' in (tmp_path / 'report.md').read_text()
         assert piece['printed'].strip() in (tmp_path / 'report.md').read_text()
     monkeypatch.setattr(Commands, 'run_within', None)
@@ -136,7 +136,7 @@ def test_a_piece_that_fails_stops_no_other_and_runs_again(probes: list[str]):
         'b.fine': ('done', 0, ''),
         'b.part': ('in part', 1, 'exit status 1: '),
     }
-    assert [found[name]['figures'] for name in ('a.hang', 'b.crash')] == [{'rows': ['hang']}, None]
+    assert [found[name]['metrics'] for name in ('a.hang', 'b.crash')] == [{'rows': ['hang']}, None]
     # What a piece has started ends with it.
     assert not Path('/proc', Path('child').read_text(), 'cwd').exists()
     assert sorted(probes) == ['below', 'below', 'crash', 'fine', 'hang', 'missing']

@@ -51,7 +51,7 @@ def measure_decode(device: torch.device, rounds: int, **model_args: Any) -> list
             fill_state(state)
             rows.append({'batch_size': batch, 'name': name, 'state_bytes': state.num_bytes() // batch})
             state, counts = share_positions(state)
-            calls += [partial(take_token, Session(model, state).step, tokens, counts, place) for place in POSITIONS]
+            calls += [partial(step_at, Session(model, state).step, tokens, counts, place) for place in POSITIONS]
         found = torch.tensor(time_rounds(calls, device, rounds, progress=True), dtype=torch.float64)
         seconds = found.view(len(models), len(POSITIONS), rounds)
         # A sequence has a token more than steps between its first and its last position.
@@ -65,7 +65,7 @@ def measure_decode(device: torch.device, rounds: int, **model_args: Any) -> list
     return rows
 
 
-def take_token(step: Callable[..., Any], tokens: Tensor, counts: Tensor, position: int) -> Tensor:
+def step_at(step: Callable[..., Any], tokens: Tensor, counts: Tensor, position: int) -> Tensor:
     """Take one token at a position of the sequence, whatever has been taken before."""
     counts.fill_(position)
     return step(tokens if position else None)

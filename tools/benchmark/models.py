@@ -12,7 +12,7 @@ import torch
 from timm.models import is_model_in_modules
 from torch import Tensor, nn
 
-from aft_vision.export import Shape, export_onnx
+from aft_vision.export import InputShape, export_onnx
 from aft_vision.export.verify import onnx_runner
 from aft_vision.models.transfer_source import did_you_mean
 from aft_vision.ops.linear import onednn_is_faster
@@ -102,7 +102,7 @@ def runtime_candidate(name: str, shape: Images, runtime: str, threads: int | Non
         # torch.export does not trace tensors of inference mode.
         with TemporaryDirectory() as folder, torch.inference_mode(False):
             path, size = Path(folder) / f'{name}.onnx', (shape[2], shape[3])
-            export_onnx(create(name, size), path, Shape(size, True, shape[0]), tolerance=EXPORT_TOLERANCE)
+            export_onnx(create(name, size), path, InputShape(size, True, shape[0]), tolerance=EXPORT_TOLERANCE)
             run, images = RUNTIMES[runtime](path, threads or torch.get_num_threads()), draw(*shape)
         return Prepared(lambda: run(images), peak_bytes=peak_resident(lambda: run(images)))
 

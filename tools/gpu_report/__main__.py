@@ -179,7 +179,7 @@ class Report:
         limit = min(self.args.limit, self.end - time.monotonic())
         if limit <= 0:
             return {'status': 'open', 'reason': 'no time was left', 'code': None, 'seconds': 0.0}
-        measurements, printed, errors = (self.args.out / f'{name}.{kind}' for kind in ('figures', 'txt', 'err'))
+        measurements, printed, errors = (self.args.out / f'{name}.{kind}' for kind in ('metrics', 'txt', 'err'))
         measurements.unlink(missing_ok=True)
         # Models on a CPU are not for the interpreter.
         interprets = self.args.dry_run and name.startswith('a.')
@@ -210,7 +210,7 @@ class Report:
             # A benchmark shows each goal there as it is measured.
             text += errors.read_text(errors='replace')
         result = {'status': status, 'reason': reason, 'code': code, 'seconds': time.monotonic() - start}
-        return {**result, 'printed': text, 'figures': found}
+        return {**result, 'printed': text, 'metrics': found}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
