@@ -267,10 +267,10 @@ def test_a_text_model_and_its_trainer_can_be_built(path, row, tmp_path):
 def rates(state) -> list[float]:
     """The learning rate at the first update of every epoch."""
     found = []
-    for epoch in range(state.schedule.epochs):
+    for epoch in range(state.loop.epochs):
         found.append(state.optimizer.param_groups[-1]['lr'])
         state.scheduler.step_update((epoch + 1) * state.progress.updates_per_epoch)
-        state.scheduler.step(epoch + 1 - (state.schedule.step == 'deit'))
+        state.scheduler.step(epoch + 1 - state.loop.late)
     return found
 
 

@@ -1,6 +1,6 @@
 """The resolution of an experiment: the arguments of its loaders, model, optimizer and schedule, and what they build.
 
-Nothing that is built here knows the experiment: a TrainState has the sections of its loop, and the record of the
+Nothing that is built here knows the experiment: a TrainState has the settings of its loop, and the record of the
 checkpoints.
 """
 
@@ -14,10 +14,13 @@ import timm
 import torch
 from timm.models import PretrainedCfg
 from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
 from timm.utils import random_seed, unwrap_model
 from torch import nn
 
+from aft_vision.commandline import print_once
 from aft_vision.data import (
     BatchAugmentation,
     Loaders,
@@ -41,8 +44,8 @@ from train.model_section import WEIGHT_KEYS, build_on_meta, native_shape
 from train.objective import Batch, Classification, Objective
 from train.regularize import KernelRegularization
 from train.schedule import create_schedule
-from train.schema import Config, Experiment, RegularizeConfig, require
-from train.state import Progress, TrainState
+from train.schema import Config, Experiment, ScheduleConfig, require
+from train.state import Loop, Progress, TrainState
 
 
 class Images(NamedTuple):
@@ -83,9 +86,10 @@ def resolve_images(config: Config, checkpoint: str | Path | None = None) -> Imag
 
 def build_loaders(config: Config, images: Images, world: World) -> Loaders:
     """Build the loaders of this process."""
+    config.check_batch_size(world.size)
     with _advising_share():
         return create_loaders(
-            config.data,
+            config.data.source,
             images.training,
             config.data.batch_size,
             evaluation=images.evaluation,
@@ -104,12 +108,14 @@ def build_state(config: Config, images: Images, loaders: Loaders, world: World) 
     # Before seeding, so that the initial weights do not depend on the teacher.
     teacher = None
     if config.distill.teacher is not None:
-        teacher = load_teacher(config.distill, class_names, config.data.training_sizes)
+        names = None if config.distill.kind in ('feature', 'blocks') else class_names
+        teacher = load_teacher(config.distill.teacher, config.distill.teacher_args, names, config.data.training_sizes)
     random_seed(run.seed)
     model = _build_with_weights(config, len(class_names), run.init_from, reset_head=run.reset_head)
     if run.reset_head and run.init_from is None:
         model.reset_classifier(len(class_names))
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
+    config = with_min_updates(config, updates_per_epoch)
     state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher, images.training)
     name, kwargs = model_arguments(config, len(class_names))
     return state, {
@@ -122,6 +128,19 @@ def build_state(config: Config, images: Images, loaders: Loaders, world: World) 
     }
 
 
+def with_min_updates(config: Config, updates_per_epoch: int) -> Config:
+    """Return the experiment with as many epochs as `schedule.min_updates` needs, with a note if these are more."""
+    schedule = config.schedule
+    epochs = -(-schedule.min_updates // max(updates_per_epoch, 1))
+    if epochs <= schedule.epochs:
+        return config
+    print_once(
+        f'note: schedule.epochs = {epochs} in place of {schedule.epochs}, because schedule.min_updates = '
+        f'{schedule.min_updates} and an epoch has {updates_per_epoch}'
+    )
+    return dataclasses.replace(config, schedule=dataclasses.replace(schedule, epochs=epochs))
+
+
 def build_evaluation(config: Config, checkpoint: str | Path | None, world: World) -> tuple[nn.Module, Any]:
     """Build the model for `--eval`, with its weights, and the validation loader of this process.
 
@@ -131,11 +150,12 @@ def build_evaluation(config: Config, checkpoint: str | Path | None, world: World
     Raises:
         ValueError: the weights cannot be read, or are for other classes or another model.
     """
+    images_per_pass = config.check_batch_size(world.size)
     with _advising_share():
         loader, class_names = create_eval_loader(
-            config.data,
+            config.data.source,
             resolve_images(config, checkpoint).evaluation,
-            config.data.eval_batch_size or config.check_batch_size(world.size),
+            config.data.eval_batch_size or images_per_pass,
             shard=world.shard(config.optim.accumulate),
             num_workers=config.data.num_workers,
             device=world.device,
@@ -272,8 +292,12 @@ def create_state(
         'soft_targets': config.augment.mixes,
     }
     objective = Classification(size.sizes[0] if isinstance(size, SizeSchedule) else size, num_classes)
-    regularization = KernelRegularization(model, config.regularize, config.schedule.epochs * updates_per_epoch)
-    task = create_task(model, config.distill, loss, world.device, teacher)
+    updates = config.schedule.epochs * updates_per_epoch
+    regularize, distill = config.regularize, config.distill
+    regularization = KernelRegularization(model, updates, regularize.kernel_entropy, regularize.tau_end)
+    assert (teacher is None) == (distill.teacher is None), distill.teacher
+    weights = {'task_loss_weight': distill.task_loss_weight, 'distill_loss_weight': distill.distill_loss_weight}
+    task = create_task(model, loss, world.device, teacher, distill.kind, distill.temperature, **weights)
     return assemble_state(task, config, objective, augment, updates_per_epoch, world, regularization)
 
 
@@ -307,21 +331,53 @@ def assemble_state(
         task.prepare_distributed(device_ids=None if device.type == 'cpu' else [device])
     return TrainState(
         record=dataclasses.asdict(config),
-        batch_size=config.data.batch_size,
-        optim=config.optim,
-        schedule=config.schedule,
-        ema_warmup=config.ema.warmup,
-        run=run,
+        loop=_loop(config),
         world=world,
         task=task,
         objective=objective,
         augment=augment,
         optimizer=optimizer,
-        scheduler=create_schedule(optimizer, config.schedule, updates_per_epoch),
+        scheduler=_create_scheduler(optimizer, config.schedule, updates_per_epoch),
         scaler=torch.amp.GradScaler(device.type, enabled=run.amp == 'float16'),
-        regularization=regularization or KernelRegularization(model, RegularizeConfig(), 1),
+        regularization=regularization or KernelRegularization(model),
         progress=Progress(updates_per_epoch, objective.worst),
     )
+
+
+def _loop(config: Experiment) -> Loop:
+    optim, schedule, run = config.optim, config.schedule, config.run
+    return Loop(
+        batch_size=config.data.batch_size,
+        accumulate=optim.accumulate,
+        clip_grad=optim.clip_grad,
+        epochs=schedule.epochs,
+        max_updates=getattr(schedule, 'max_updates', None),
+        late=int(getattr(schedule, 'step', None) == 'deit'),
+        ema_warmup=config.ema.warmup,
+        seed=run.seed,
+        amp=run.amp,
+        eval_every=run.eval_every,
+        max_seconds=run.max_seconds,
+        skip_nonfinite=run.skip_nonfinite,
+        tensorboard=run.tensorboard,
+    )
+
+
+def _create_scheduler(optimizer: torch.optim.Optimizer, schedule: Any, updates_per_epoch: int) -> Scheduler:
+    if not isinstance(schedule, ScheduleConfig):
+        options = (schedule.kind, schedule.warmup_updates, schedule.warmup_lr, schedule.min_lr)
+        return create_schedule(optimizer, schedule.total_updates(updates_per_epoch), *options)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched='cosine',
+        num_epochs=schedule.epochs,
+        warmup_epochs=schedule.warmup_epochs,
+        warmup_lr=schedule.warmup_lr,
+        min_lr=schedule.min_lr,
+        step_on_epochs=schedule.step != 'update',
+        updates_per_epoch=updates_per_epoch,
+    )
+    return scheduler
 
 
 def _set_grad_checkpointing(model: Any) -> None:

@@ -52,8 +52,7 @@ from train.imagenet import train_classifier
 from train.key_list import format_keys, list_keys
 from train.model_section import build_on_meta, model_schema
 from train.run import check_run_dir, find_run_dir
-from train.schedule import with_min_updates
-from train.schema import Config, DistillConfig
+from train.schema import Config
 from train.state import TrainState
 
 COPY = 'copy'
@@ -77,12 +76,15 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         print(format_keys(list_keys(ConvertConfig, model_schema())))
         return None
     config = load_config(args.config, args.overrides, ConvertConfig)
-    folder = find_run_dir(config, args.config)
+    folder = find_run_dir(config.run.dir, args.config)
     config = replace(config, run=replace(config.run, dir=str(folder)))
     experiment, state = folder / 'config.yaml', None
     check_folder(config, folder)
     stages = place_stages(replace(config, model=keep_attention(config)), folder)
-    with join_world(config) as world, lock_run(folder) if world.is_primary else nullcontext():
+    with (
+        join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world,
+        lock_run(folder) if world.is_primary else nullcontext(),
+    ):
         images = resolve_images(config)
         loaders = build_loaders(config, images, world)
         complete = count_complete(stages, images, loaders, world)
@@ -90,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         world.wait()
         if world.is_primary:
             if config.run.resume is None or not holds_run(folder_of(stages[0])):
-                model = copy_teacher(stages[0], config.distill, loaders.class_names)
+                model = copy_teacher(replace(stages[0], distill=config.distill), loaders.class_names)
                 remove_runs(folder / name for name in STAGES)
                 export_model(model, folder / COPY, loaders.class_names, images.described)
             # Before the first one trains: if it is killed, run.resume=auto takes no old one for complete.
@@ -137,7 +139,7 @@ def check_folder(config: ConvertConfig, folder: Path) -> None:
             'run.dir'
         )
     for name in STAGES:
-        check_run_dir(folder / name, config.run)
+        check_run_dir(folder / name, config.run.resume, config.run.overwrite)
     if config.run.resume is None or not any(holds_run(folder / name) for name in STAGES):
         return
     begun, now = (asdict(each) for each in (load_config(folder / 'config.yaml', (), ConvertConfig), config))
@@ -172,9 +174,8 @@ def count_complete(stages: Sequence[Config], images: Images, loaders: Loaders, w
     """
     complete = 0
     for index, stage in enumerate(stages):
-        schedule = with_min_updates(stage.schedule, len(loaders.train) // stage.optim.accumulate)
         # The weights that it begins with may not be there yet.
-        alone = replace(stage, schedule=schedule, run=replace(stage.run, init_from=None))
+        alone = replace(stage, run=replace(stage.run, init_from=None))
         state, description = build_state(alone, images, loaders, world)
         if stage.run.resume is not None and complete == index:
             restore(state, folder_of(stage), stage.run.resume, loaders.class_names, description['data'])
@@ -194,7 +195,7 @@ def remove_runs(folders: Iterable[Path]) -> None:
                 folder.rmdir()
 
 
-def copy_teacher(config: Config, distill: DistillConfig, class_names: Sequence[str]) -> nn.Module:
+def copy_teacher(config: Config, class_names: Sequence[str]) -> nn.Module:
     """Build the model with the teacher's weights that have the same role in both, from which the first stage starts.
 
     A classifier of other classes than the data set's is left out.
@@ -203,21 +204,21 @@ def copy_teacher(config: Config, distill: DistillConfig, class_names: Sequence[s
         ValueError: the teacher does not exist, is not a ViT, or has another width or fewer blocks.
     """
     name, kwargs = model_arguments(config, num_classes=len(class_names))
-    only = DistillConfig(teacher=distill.teacher, teacher_args=distill.teacher_args, kind='blocks')
-    teacher: Any = load_teacher(only, class_names, config.data.training_sizes)
+    source = str(config.distill.teacher)
+    teacher: Any = load_teacher(source, config.distill.teacher_args, None, config.data.training_sizes)
     random_seed(config.run.seed)
     model: Any = build_model(name, **kwargs)
-    source = select_blocks(teacher.state_dict(), pair_models(model, teacher))
+    weights = select_blocks(teacher.state_dict(), pair_models(model, teacher))
     if teacher.num_classes == len(class_names):
         try:
             check_classes(teacher, class_names, 'the data set')
         except ValueError as error:
-            print(f'the classifier of {distill.teacher} is not copied: {error}')
-            source = {key: value for key, value in source.items() if not key.startswith('head')}
-    state_dict, report = deit_to_aft(source, model, grid=teacher.patch_embed.grid_size)
+            print(f'the classifier of {source} is not copied: {error}')
+            weights = {key: value for key, value in weights.items() if not key.startswith('head')}
+    state_dict, report = deit_to_aft(weights, model, grid=teacher.patch_embed.grid_size)
     model.load_state_dict(state_dict)
     set_license(model, teacher.pretrained_cfg.get('license'))
-    print(f'{distill.teacher}: {describe_transfer(report, model)}')
+    print(f'{source}: {describe_transfer(report, model)}')
     return model
 
 

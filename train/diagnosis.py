@@ -54,7 +54,7 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(reached.updates_of_epoch)
         found[state.objective.unit] = [draw.image for draw in draws]
-        found |= _run_with_hooks(state, _micro_batches(loader, draws, state.optim.accumulate))
+        found |= _run_with_hooks(state, _micro_batches(loader, draws, state.loop.accumulate))
     path = folder / f'nonfinite-{reached.updates + 1}-rank{world.rank}.json'
     write_json(path, found)
     return path

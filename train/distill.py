@@ -21,7 +21,6 @@ from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import build_model, did_you_mean
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.align import BlockAlignmentTask
-from train.schema import DistillConfig
 
 # A logit whose softmax, next to zeros, is 1 in every precision; it fits into float16.
 ONE_HOT_LOGIT = 1e4
@@ -41,61 +40,64 @@ class HardTeacher(DistillationTeacher):
 
 def create_task(
     model: nn.Module,
-    distill: DistillConfig,
     loss: dict[str, Any],
     device: torch.device,
     teacher: nn.Module | None = None,
+    kind: str = 'hard',
+    temperature: float = 1.0,
+    **weights: float | None,
 ) -> TrainingTask:
     """Build timm's task that trains a model on labels and, if there is a teacher, on its outputs.
 
     Args:
         loss: Arguments of `timm.loss.create_classification_loss` for the labels.
         device: Device of both models.
-        teacher: The model that `distill.teacher` names; it is frozen and put in evaluation mode.
+        teacher: It is frozen and put in evaluation mode.
+        kind, temperature: As in the section `distill` of an experiment.
+        weights: `task_loss_weight` and `distill_loss_weight`, likewise.
 
     Raises:
         ValueError: the kind needs a distillation head that the model lacks.
     """
-    assert (teacher is None) == (distill.teacher is None), distill.teacher
     model = model.to(device)
     if teacher is None:
         return ClassificationTask(model, criterion_kwargs=loss, device=device, verbose=False)
     teacher = teacher.to(device).requires_grad_(False)
     options: dict[str, Any] = dict(
         student_model=model,
-        teacher_model=(HardTeacher if distill.kind == 'hard' else DistillationTeacher)(teacher, device=device),
+        teacher_model=(HardTeacher if kind == 'hard' else DistillationTeacher)(teacher, device=device),
         criterion_kwargs=loss,
-        distill_loss_weight=distill.distill_loss_weight,
-        task_loss_weight=distill.task_loss_weight,
         device=device,
         verbose=False,
+        **weights,
     )
-    if distill.kind in ('feature', 'blocks'):
-        return (FeatureDistillationTask if distill.kind == 'feature' else BlockAlignmentTask)(**options)
-    if distill.kind.startswith('token'):
-        distill_type = distill.kind.removeprefix('token_')
-        return TokenDistillationTask(**options, distill_type=distill_type, temperature=distill.temperature)
-    return LogitDistillationTask(**options, temperature=distill.temperature)
+    if kind in ('feature', 'blocks'):
+        return (FeatureDistillationTask if kind == 'feature' else BlockAlignmentTask)(**options)
+    if kind.startswith('token'):
+        return TokenDistillationTask(**options, distill_type=kind.removeprefix('token_'), temperature=temperature)
+    return LogitDistillationTask(**options, temperature=temperature)
 
 
-def load_teacher(distill: DistillConfig, class_names: Sequence[str], sizes: Sequence[tuple[int, int]]) -> nn.Module:
+def load_teacher(
+    name: str, arguments: dict[str, Any], class_names: Sequence[str] | None, sizes: Sequence[tuple[int, int]]
+) -> nn.Module:
     """Build the teacher with its weights, on the CPU, for the images of the student.
 
     Args:
-        class_names: Classes of the data set, which must be the teacher's unless only its features are learned.
+        name, arguments: `distill.teacher` and `distill.teacher_args`.
+        class_names: Classes of the data set, which must be the teacher's; None if only its features are learned.
         sizes: (H, W) in pixels of all images; a fixed-size teacher is resized if possible.
 
     Raises:
         ValueError: the teacher does not exist, its weights are missing or cannot be downloaded, its classes differ from
             the data set's, or it does not support these image sizes.
     """
-    assert distill.teacher is not None
-    teacher: Any = _build(distill.teacher, distill.teacher_args).eval()
-    if distill.kind not in ('feature', 'blocks'):
+    teacher: Any = _build(name, arguments).eval()
+    if class_names is not None:
         try:
             check_classes(teacher, class_names, 'the data set')
         except ValueError as error:
-            raise ValueError(f'distill.teacher {distill.teacher}: {error}') from error
+            raise ValueError(f'distill.teacher {name}: {error}') from error
     try:
         if has_fixed_input_size(teacher) and hasattr(teacher, 'set_input_size'):
             teacher.set_input_size(img_size=sizes[0])
@@ -106,7 +108,7 @@ def load_teacher(distill: DistillConfig, class_names: Sequence[str], sizes: Sequ
     # Models raise errors of any kind for an unsupported image.
     except Exception as error:
         raise ValueError(
-            f'expected distill.teacher to take RGB images of {list(sizes)} pixels, got {distill.teacher}: {error}'
+            f'expected distill.teacher to take RGB images of {list(sizes)} pixels, got {name}: {error}'
         ) from error
     return teacher
 

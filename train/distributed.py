@@ -16,7 +16,6 @@ from timm.utils.distributed import is_distributed_env, reduce_tensor, world_info
 from aft_vision.commandline import ERROR_DELAY
 from aft_vision.data import Shard
 from aft_vision.devices import resolve_device
-from train.schema import Experiment
 
 RENDEZVOUS = 'aft-vision'
 
@@ -92,21 +91,23 @@ if dist.is_available():
 
 
 @contextlib.contextmanager
-def join_world(config: Experiment) -> Iterator[World]:
+def join_world(device: str, cpu_threads: int | None, timeout_minutes: float) -> Iterator[World]:
     """Set the number of threads, join the process group of the environment, and leave it at the end.
 
     Each of several processes uses the device of its local rank.
 
+    Args:
+        device, cpu_threads, timeout_minutes: As in the section `run` of an experiment.
+
     Raises:
-        ValueError: the device does not exist, or a batch cannot be divided evenly among the processes.
+        ValueError: the device does not exist.
         ConnectionError: the processes do not find each other, or one has ended or has not answered for
             `run.timeout_minutes`. With NCCL its watchdog may end this process instead, after that time at most.
     """
-    if config.run.cpu_threads is not None:
-        torch.set_num_threads(config.run.cpu_threads)
-    world = _find_world(resolve_device(config.run.device))
-    with _process_group(world, config.run.timeout_minutes) if world.size > 1 else contextlib.nullcontext():
-        config.check_batch_size(world.size)
+    if cpu_threads is not None:
+        torch.set_num_threads(cpu_threads)
+    world = _find_world(resolve_device(device))
+    with _process_group(world, timeout_minutes) if world.size > 1 else contextlib.nullcontext():
         yield world
 
 

@@ -42,7 +42,7 @@ def train_step(state: TrainState, micro_batches: Iterable[Batch]) -> float:
         NonFiniteLossError: the loss or the gradient is not finite, on any process; no weight has changed.
         ValueError: micro-batches are missing; no weight has changed.
     """
-    world, optimizer, count = state.world, state.optimizer, state.optim.accumulate
+    world, optimizer, count = state.world, state.optimizer, state.loop.accumulate
     total, done = torch.zeros((), device=world.device), 0
     optimizer.zero_grad(set_to_none=True)
     state.regularization.set_tau(state.progress.updates)
@@ -66,15 +66,15 @@ def train_step(state: TrainState, micro_batches: Iterable[Batch]) -> float:
     if not math.isfinite(loss_value):
         raise NonFiniteLossError(loss_value)
     # A gradient may overflow even if the loss does not. With float16 the scaler detects this and skips the update.
-    if state.optim.clip_grad is not None or not state.scaler.is_enabled():
+    if state.loop.clip_grad is not None or not state.scaler.is_enabled():
         state.scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(state.task.get_clip_parameters(), state.optim.clip_grad or math.inf)
+        norm = nn.utils.clip_grad_norm_(state.task.get_clip_parameters(), state.loop.clip_grad or math.inf)
         if not state.scaler.is_enabled() and not norm.isfinite():
             raise NonFiniteLossError(norm.item())
     state.scaler.step(optimizer)
     state.scaler.update()
     state.progress.updates += 1
-    state.task.update_ema(step=state.progress.updates if state.ema_warmup else None)
+    state.task.update_ema(step=state.progress.updates if state.loop.ema_warmup else None)
     state.scheduler.step_update(num_updates=state.progress.updates)
     return loss_value
 
@@ -91,7 +91,7 @@ def skip_update(state: TrainState, loader: Any, loss: float, folder: Path) -> No
         f'expected a finite training loss and gradient, got {loss} in epoch {reached.epoch + 1}, '
         f'update {reached.updates + 1}; {diagnosis} says where'
     )
-    if reached.skipped >= state.run.skip_nonfinite:
+    if reached.skipped >= state.loop.skip_nonfinite:
         raise NonFiniteLossError(f'{message}; the weights are unchanged; {REMEDY}')
     if state.world.is_primary:
         tqdm.write(f'skipped: {message}')
@@ -137,7 +137,7 @@ def train_one_epoch(
         restore_statistics = _keep_statistics(state)
         start = time.perf_counter()
         try:
-            loss = train_step(state, islice(batches, state.optim.accumulate))
+            loss = train_step(state, islice(batches, state.loop.accumulate))
         except NonFiniteLossError as error:
             skip_update(state, loader, error.args[0], folder)
             restore_statistics()
@@ -159,7 +159,7 @@ def train_one_epoch(
 
 def _keep_statistics(state: TrainState) -> Callable[[], None]:
     """Keep the running statistics, which a batch that is skipped makes not finite; return what restores them."""
-    kept = [(x, x.clone()) for x in state.model.buffers()] if state.run.skip_nonfinite else []
+    kept = [(x, x.clone()) for x in state.model.buffers()] if state.loop.skip_nonfinite else []
 
     def restore() -> None:
         for buffer, before in kept:
@@ -175,7 +175,7 @@ def _epoch_metrics(state: TrainState) -> dict[str, float]:
     return {
         'loss': loss,
         'lr': reached.epoch_lr,
-        f'{state.objective.unit}_per_second': state.batch_size * updates_per_second,
+        f'{state.objective.unit}_per_second': state.loop.batch_size * updates_per_second,
         'seconds': reached.epoch_seconds,
         'memory_mb': peak_memory_mb(state.world.device),
         **state.objective.train_metrics(loss, reached.updates, reached.seconds, updates_per_second),
@@ -193,17 +193,16 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
     Raises:
         SystemExit: one of these signals was received; the code is 128 plus its number.
     """
-    reached = state.progress
-    schedule, run = state.schedule, state.run
+    reached, loop = state.progress, state.loop
     progress = progress and state.world.is_primary
     if not state.budget_exhausted():
         # A continued run that ended within an epoch has a row for this epoch already.
         reached.history = [row for row in reached.history if row['epoch'] < reached.epoch]
     with (
         _until_signal(state, saver) as (after_update, stop_if_asked),
-        contextlib.closing(RunLog(saver.folder, state, run.tensorboard)) as log,
+        contextlib.closing(RunLog(saver.folder, state)) as log,
     ):
-        for epoch in range(reached.epoch, schedule.epochs):
+        for epoch in range(reached.epoch, loop.epochs):
             if is_complete(state):
                 break
             if loaders.is_stream and reached.updates_of_epoch:
@@ -216,7 +215,7 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
                 reached.epoch = epoch + 1
                 reached.restart_epoch()
                 state.set_rate()
-            due = spent or reached.epoch % run.eval_every == 0 or reached.epoch == schedule.epochs
+            due = spent or reached.epoch % loop.eval_every == 0 or reached.epoch == loop.epochs
             evaluated = _evaluate(state, loaders.validation if due else None)
             row = {f'train_{name}': value for name, value in trained.items()}
             reached.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
@@ -309,7 +308,7 @@ def _progress_bar(state: TrainState, progress: bool) -> tqdm:
     reached = state.progress
     return tqdm(
         range(reached.updates_of_epoch, reached.updates_per_epoch),
-        desc=f'epoch {reached.epoch + 1}/{state.schedule.epochs}',
+        desc=f'epoch {reached.epoch + 1}/{state.loop.epochs}',
         initial=reached.updates_of_epoch,
         total=reached.updates_per_epoch,
         unit='update',
@@ -323,19 +322,19 @@ def _progress_values(state: TrainState, loss: float, lr: float) -> dict[str, str
     reached = state.progress
     seconds = reached.epoch_seconds / reached.epoch_done
     left = (state.total_updates - reached.updates) * seconds
-    if state.run.max_seconds is not None:
-        left = max(min(left, state.run.max_seconds - reached.seconds), 0)
+    if state.loop.max_seconds is not None:
+        left = max(min(left, state.loop.max_seconds - reached.seconds), 0)
     return {
         'loss': f'{loss:.3f}',
         'lr': f'{lr:.2e}',
-        f'{state.objective.unit}/s': f'{state.batch_size / seconds:.0f}',
+        f'{state.objective.unit}/s': f'{state.loop.batch_size / seconds:.0f}',
         'left': tqdm.format_interval(left),
     }
 
 
 def _epoch_line(state: TrainState) -> str:
     row = state.progress.history[-1]
-    line = f'epoch {row["epoch"] + 1:.0f}/{state.schedule.epochs}  loss {row["train_loss"]:.3f}'
+    line = f'epoch {row["epoch"] + 1:.0f}/{state.loop.epochs}  loss {row["train_loss"]:.3f}'
     unit = state.objective.unit
     line += f'  lr {row["train_lr"]:.2e}  {row[f"train_{unit}_per_second"]:.0f} {unit}/s'
     if 'train_kernel_entropy' in row:

@@ -17,7 +17,6 @@ on the command line, else best.pth in the folder of the run, else those that the
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,13 @@ from train.build import (
     published_weights,
     resolve_images,
 )
-from train.checkpoint import BEST, lock_run
+from train.checkpoint import BEST, Saver, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.key_list import format_keys, list_keys
 from train.layers import typed_text
 from train.model_section import model_schema
 from train.run import check_run_dir, find_run_dir, train_run
-from train.schedule import with_min_updates
 from train.schema import Config
 from train.state import AMP_DTYPES, TrainState
 
@@ -70,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         print(format_keys(list_keys(Config, model_schema())))
         return None
     config = load_config(args.config, args.overrides)
-    run_dir = find_run_dir(config, args.config)
+    run_dir = find_run_dir(config.run.dir, args.config)
     if not args.eval:
-        check_run_dir(run_dir, config.run)
-    with join_world(config) as world:
+        check_run_dir(run_dir, config.run.resume, config.run.overwrite)
+    with join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world:
         if args.eval:
             start_first = bool(typed_text(args.config, args.overrides, 'run.init_from'))
             checkpoint = evaluated_checkpoint(config, run_dir, start_first)
@@ -97,8 +95,6 @@ def train_classifier(
     loaders = build_loaders(config, images, world)
     if world.is_primary:
         print(loaders.description)
-    schedule = with_min_updates(config.schedule, len(loaders.train) // config.optim.accumulate)
-    config = replace(config, schedule=schedule)
     state, description = build_state(config, images, loaders, world)
     start = describe_start(config)
     if world.is_primary and start:
@@ -106,7 +102,9 @@ def train_classifier(
     if world.is_primary and config.distill.teacher is not None:
         print(f'distilled from {config.distill.teacher} ({config.distill.kind})')
     with lock_run(run_dir) if world.is_primary else nullcontext():
-        train_run(state, loaders, description, run_dir, progress, experiment)
+        run = config.run
+        saver = Saver(run_dir, description, run.keep, run.save_minutes, experiment)
+        train_run(state, loaders, saver, run.resume, run.overwrite, run.throughput_batches, progress)
         if world.is_primary:
             finish(run_dir, state, description)
     return state
@@ -148,7 +146,7 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
     print('  summary.csv         every epoch    curves.png  the metrics as plots')
     print('  config.yaml         to repeat the run', end='')
-    print('    tensorboard/  for tensorboard --logdir' if state.run.tensorboard else '')
+    print('    tensorboard/  for tensorboard --logdir' if state.loop.tensorboard else '')
 
 
 if __name__ == '__main__':

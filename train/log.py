@@ -25,7 +25,7 @@ class RunLog:
         ImportError: TensorBoard is enabled and not installed.
     """
 
-    def __init__(self, folder: Path, state: TrainState, tensorboard: bool = True) -> None:
+    def __init__(self, folder: Path, state: TrainState) -> None:
         self.summary = str(folder / 'summary.csv')
         self.steps = folder / 'steps.csv' if state.objective.records_steps else None
         # Columns of a moving average, which every run has.
@@ -40,7 +40,7 @@ class RunLog:
         self.entropies = [name for name in dict.fromkeys(names) if name.startswith('kernel_entropy')]
         if self.is_primary:
             self._rewrite(state)
-            if tensorboard:
+            if state.loop.tensorboard:
                 self.writer = _open_tensorboard(folder / 'tensorboard', state.progress.updates)
 
     def close(self) -> None:

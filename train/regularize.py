@@ -5,7 +5,6 @@ from torch import nn
 
 from aft_vision.layers import AFTConv, mixers_of
 from aft_vision.regularizers import kernel_entropy, layer_entropies
-from train.schema import RegularizeConfig
 
 
 class KernelRegularization:
@@ -15,14 +14,15 @@ class KernelRegularization:
         model: The model itself, not its compiled or distributed wrapper: the entropy is computed outside autocast, and
             its gradient is added before processes synchronise.
         updates: Updates of the whole run.
+        weight, tau_end: `regularize.kernel_entropy` and `regularize.tau_end`.
 
     Raises:
         ValueError: the entropy has a weight and the model has no AFT-conv kernel, or tau_end is set without
             model.gumbel.
     """
 
-    def __init__(self, model: nn.Module, config: RegularizeConfig, updates: int) -> None:
-        self.model, self.weight, self.tau_end, self.updates = model, config.kernel_entropy, config.tau_end, updates
+    def __init__(self, model: nn.Module, updates: int = 1, weight: float = 0.0, tau_end: float | None = None) -> None:
+        self.model, self.updates, self.weight, self.tau_end = model, updates, weight, tau_end
         mixers = mixers_of(model, AFTConv)
         self.sampled = [mixer for mixer in mixers if mixer.gumbel]
         self.first_tau = [mixer.tau for mixer in self.sampled]

@@ -1,7 +1,7 @@
 """The sections and keys of an experiment, their defaults and their ranges."""
 
 from collections.abc import Iterable
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from aft_vision.data import Augmentation, SizeSchedule, Source
@@ -58,6 +58,11 @@ class DataConfig(Source):
             for key in ('train_sizes', 'eval_img_size'):
                 value = getattr(self, key)
                 require(f'data.{key}', value, value is None, 'null with data.max_tokens, where images keep their shape')
+
+    @property
+    def source(self) -> Source:
+        """Return the location and the splits alone."""
+        return Source(**{each.name: getattr(self, each.name) for each in fields(Source)})
 
     @property
     def training_sizes(self) -> list[tuple[int, int]]:
@@ -212,9 +217,6 @@ class ScheduleConfig:
         step: When the rate changes: after each `update`, after each `epoch`, or as in DeiT's code (`deit`) after each
             epoch with a delay of one epoch, so that the first two epochs use `warmup_lr`.
     """
-
-    # Not a key: only the schedule of the sequence models has it.
-    max_updates: ClassVar[int | None] = None
 
     epochs: int = within('[1, inf)', 300, 'epochs')
     min_updates: int = within('[0, inf)', 0, 'updates')

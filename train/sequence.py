@@ -29,7 +29,7 @@ from aft_vision.models.decoder import AFTDecoder, bits
 from aft_vision.models.decoders import create_decoder, load_decoder
 from aft_vision.visualize import draw_bits, save_figure
 from train.build import assemble_state
-from train.checkpoint import BEST, describe_samples, lock_run
+from train.checkpoint import BEST, Saver, describe_samples, lock_run
 from train.config import load_config
 from train.distributed import World, join_world
 from train.key_list import format_keys, list_keys
@@ -113,6 +113,7 @@ class SequenceData(ABC):
 
     def __init__(self, config: Any, world: World) -> None:
         self.config, self.world = config, world
+        self.micro_batch_size = config.check_batch_size(world.size)
 
     @property
     def bits_measure(self) -> str:
@@ -145,7 +146,7 @@ class SequenceData(ABC):
 
     def eval_loader(self, split: str) -> DataLoader:
         """Build the loader of this process's sequences of a split."""
-        size = self.config.data.eval_batch_size or self.config.check_batch_size(self.world.size)
+        size = self.config.data.eval_batch_size or self.micro_batch_size
         return sequence_eval_loader(self.eval_data(split), size, **self._options())
 
     def _options(self) -> dict[str, Any]:
@@ -229,10 +230,10 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
         print(format_keys(list_keys(schema, decoder_schema())))
         return None
     config = load_config(args.config, args.overrides, schema)
-    run_dir = find_run_dir(config, args.config, Path('runs') / data_type.name)
+    run_dir = find_run_dir(config.run.dir, args.config, Path('runs') / data_type.name)
     if not args.eval:
-        check_run_dir(run_dir, config.run)
-    with join_world(config) as world:
+        check_run_dir(run_dir, config.run.resume, config.run.overwrite)
+    with join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world:
         data = data_type(config, world)
         if data.note and world.is_primary:
             print(data.note)
@@ -247,7 +248,9 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
         loaders = Loaders(data.train_loader(), data.eval_loader(config.data.eval_split), [])
         state, facts = build_sequence_state(config, data, loaders, world)
         with lock_run(run_dir) if world.is_primary else nullcontext():
-            train_run(state, loaders, facts, run_dir, progress=not args.quiet)
+            run = config.run
+            saver = Saver(run_dir, facts, run.keep, run.save_minutes)
+            train_run(state, loaders, saver, run.resume, run.overwrite, run.throughput_batches, not args.quiet)
             finish(run_dir, state, data, progress=not args.quiet)
     return state
 
@@ -309,4 +312,4 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
     print('  best.pth, last.pth  checkpoints    result.json  the final metrics')
     print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the metrics as plots')
     print('  config.yaml         to repeat the run', end='')
-    print('    tensorboard/  for tensorboard --logdir' if state.run.tensorboard else '')
+    print('    tensorboard/  for tensorboard --logdir' if state.loop.tensorboard else '')

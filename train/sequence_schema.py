@@ -118,9 +118,6 @@ class SequenceSchedule:
     min_lr: float = within('[0, 1e4]', 0.0)
     max_updates: int | None = within('[1, inf)', None, 'updates')
 
-    # Not a key: a schedule of images may have another value.
-    step = 'update'
-
     def __post_init__(self) -> None:
         check_ranges(self, 'schedule')
         least = 1 if self.kind == 'inverse_sqrt' else 0

@@ -14,9 +14,36 @@ from aft_vision.models.checkpoint import load_matching_state_dict
 from train.distributed import World
 from train.objective import Batch, Objective
 from train.regularize import KernelRegularization
-from train.schema import OptimizerConfig, RunConfig
 
 AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The settings of the training loop; those without a description are keys of an experiment.
+
+    Attributes:
+        batch_size: Samples per update, over all processes and accumulation steps.
+        accumulate, clip_grad: Of the section `optim`.
+        epochs, max_updates: Of `schedule`.
+        late: Epochs by which the schedule is behind, as DeiT's is by one.
+        ema_warmup: Whether the decay of the moving average rises in the first updates.
+        seed, amp, eval_every, max_seconds, skip_nonfinite, tensorboard: Of `run`.
+    """
+
+    batch_size: int
+    accumulate: int
+    clip_grad: float | None
+    epochs: int
+    max_updates: int | None
+    late: int
+    ema_warmup: bool
+    seed: int
+    amp: str
+    eval_every: int
+    max_seconds: float | None
+    skip_nonfinite: int
+    tensorboard: bool
 
 
 @dataclass
@@ -70,9 +97,6 @@ class TrainState:
 
     Attributes:
         record: The experiment, as a checkpoint keeps it.
-        batch_size: Samples per update, over all processes and accumulation steps.
-        optim, schedule, run: Sections of the experiment.
-        ema_warmup: Whether the decay of the moving average rises in the first updates.
         task: timm's task: the model, possibly compiled or distributed, its loss, its teacher if any, and the moving
             average of its weights.
         objective: The metrics and units of the run.
@@ -81,11 +105,7 @@ class TrainState:
     """
 
     record: dict[str, Any]
-    batch_size: int
-    optim: OptimizerConfig
-    schedule: Any
-    run: RunConfig
-    ema_warmup: bool
+    loop: Loop
     world: World
     task: TrainingTask
     objective: Objective
@@ -109,7 +129,7 @@ class TrainState:
     @property
     def amp_dtype(self) -> torch.dtype | None:
         """Return the autocast data type."""
-        return AMP_DTYPES[self.run.amp]
+        return AMP_DTYPES[self.loop.amp]
 
     def autocast(self) -> torch.autocast:
         """Return the context of a forward pass."""
@@ -117,20 +137,20 @@ class TrainState:
 
     def prepare_micro_batch(self, index: int, batch: Batch) -> Batch:
         """Seed all randomness of a micro-batch of the next update, and return it augmented on the device."""
-        before = self.world.rank * self.optim.accumulate
-        random_seed(derive_seed(STEP, self.run.seed, self.progress.updates, before + index))
+        before = self.world.rank * self.loop.accumulate
+        random_seed(derive_seed(STEP, self.loop.seed, self.progress.updates, before + index))
         inputs, targets = batch
         return self.augment(move(inputs, self.world.device), targets.to(self.world.device))
 
     @property
     def total_updates(self) -> int:
         """Return the number of optimizer steps of the run, unless its time limit ends it earlier."""
-        updates = self.schedule.epochs * self.progress.updates_per_epoch
-        return min(updates, self.schedule.max_updates or updates)
+        updates = self.loop.epochs * self.progress.updates_per_epoch
+        return min(updates, self.loop.max_updates or updates)
 
     def budget_exhausted(self) -> bool:
         """Return whether the goal is met or the updates or time of the run are used up; the same in every process."""
-        limit = self.run.max_seconds
+        limit = self.loop.max_seconds
         spent = self.progress.updates >= self.total_updates or self.objective.is_met(self.progress.best)
         return spent or (limit is not None and self.world.any(self.progress.seconds >= limit))
 
@@ -166,7 +186,7 @@ class TrainState:
             ValueError: the weights are those of another model or kind of distillation, or the other run had another
                 number of updates per epoch or other parameter groups.
         """
-        same = {'updates_per_epoch': self.progress.updates_per_epoch, 'batch_size': self.batch_size}
+        same = {'updates_per_epoch': self.progress.updates_per_epoch, 'batch_size': self.loop.batch_size}
         found = {**content, 'batch_size': content['config']['data']['batch_size']}
         for name, expected in same.items():
             if found[name] != expected:
@@ -202,7 +222,7 @@ class TrainState:
 
     def _check_optimizer(self, content: dict[str, Any], source: str) -> None:
         """Raise a ValueError for the state of another optimizer."""
-        expected, found = self.optim.name, content['config']['optim']['name']
+        expected, found = (config['optim']['name'] for config in (self.record, content['config']))
         if found != expected:
             raise ValueError(
                 f'expected a checkpoint of a run with optim.name = {expected}, as this one has, got {source} with '
@@ -224,7 +244,7 @@ class TrainState:
 
     def set_rate(self) -> None:
         """Set the learning rate of the next update."""
-        progress, late = self.progress, self.schedule.step == 'deit'
+        progress, late = self.progress, self.loop.late
         if progress.epoch > late:
             self.scheduler.step(progress.epoch - late)
         if progress.updates:

@@ -91,7 +91,7 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
         for source, untimed, work in cases:
             again = chain.from_iterable(repeat(source))
             seconds = _time(state, islice(again, untimed + batches), work, untimed)
-            rates.append(state.batch_size // state.optim.accumulate * batches / seconds)
+            rates.append(state.loop.batch_size // state.loop.accumulate * batches / seconds)
     return Throughput(rates[0], rates[1], rates[2], state.objective.unit)
 
 
@@ -105,7 +105,7 @@ def warm_up_ddp(state: TrainState) -> None:
     if not state.world.is_distributed:
         return
     # The batch is as large as in training, so that a compiled model is compiled only once.
-    blank = state.objective.blank(state.batch_size // (state.optim.accumulate * state.world.size))
+    blank = state.objective.blank(state.loop.batch_size // (state.loop.accumulate * state.world.size))
     with _without_trace(state):
         # The layout changes at the beginning of the second pass.
         for _ in range(2):
@@ -132,7 +132,7 @@ def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> Timing:
     The weights change. What a recipe adds to the update, such as clipping and a moving average, counts as the
     trainer's: leave it out of the experiment to see what the trainer itself costs.
     """
-    micro_batches = [batch] * state.optim.accumulate
+    micro_batches = [batch] * state.loop.accumulate
     updates = [partial(update, state, micro_batches) for update in (train_step, _bare_update)]
     state.model.train()
     return time_interleaved(updates, state.world.device, rounds, min_seconds=0.0)[1]
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.rounds < 1:
         raise ValueError(f'expected at least 1 round, got {args.rounds}')
     config = load_config(args.config, args.overrides)
-    with join_world(config) as world:
+    with join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world:
         images = resolve_images(config)
         loaders = build_loaders(config, images, world)
         state, _ = build_state(config, images, loaders, world)

@@ -9,7 +9,6 @@ from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import build_model
 from tools import export, predict
 from train.distill import load_teacher
-from train.schema import DistillConfig
 
 VIT = 'deit_tiny_patch16_224'
 SMALL = dict(depth=1, embed_dim=16, num_heads=1, img_size=32)
@@ -31,7 +30,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: load_model(VIT),
         lambda: export.main(['--model', VIT, '--pretrained', '--format', 'pt2', '--out', 'none.pt2']),
         lambda: build_model(VIT, pretrained=True),
-        lambda: load_teacher(DistillConfig(teacher=VIT), ['a', 'b'], [(224, 224)]),
+        lambda: load_teacher(VIT, {}, ['a', 'b'], [(224, 224)]),
     ],
     ids=['predict', 'checkpoint', 'export', 'training', 'teacher'],
 )

@@ -314,8 +314,8 @@ def test_a_run_goes_on_with_another_teacher_but_not_with_another_projection(reci
 
 def load(teacher: Path | str, kind: str = 'hard', names: list[str] | None = None, **arguments: Any) -> nn.Module:
     photographs = sorted(path.name for path in (CLOTHING / 'train').iterdir())
-    distill = DistillConfig(str(teacher), arguments.pop('teacher_args', {}), kind=kind)
-    return load_teacher(distill, photographs if names is None else names, arguments.pop('sizes', [(32, 32)]))
+    names = None if kind == 'feature' else photographs if names is None else names
+    return load_teacher(str(teacher), arguments.get('teacher_args', {}), names, arguments.get('sizes', [(32, 32)]))
 
 
 def test_a_teacher_of_timm_has_the_weights_and_the_classes_that_are_there_for_it(teacher_dir):

@@ -108,10 +108,10 @@ def test_the_resolved_experiment_repeats_the_run(trained, tmp_path):
 
 def test_the_resolved_experiment_has_the_folder_that_it_is_in():
     config = load_text_config(SMOKE, [])
-    assert find_run_dir(config, SMOKE, Path('runs')) == Path('runs/fastformer')
-    assert find_run_dir(config, Path('runs/imdb/config.yaml'), Path('runs')) == Path('runs/imdb')
+    assert find_run_dir(config.run.dir, SMOKE, Path('runs')) == Path('runs/fastformer')
+    assert find_run_dir(config.run.dir, Path('runs/imdb/config.yaml'), Path('runs')) == Path('runs/imdb')
     stated = load_text_config(SMOKE, ['run.dir=elsewhere'])
-    assert find_run_dir(stated, Path('runs/imdb/config.yaml'), Path('runs')) == Path('elsewhere')
+    assert find_run_dir(stated.run.dir, Path('runs/imdb/config.yaml'), Path('runs')) == Path('elsewhere')
 
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(trained, pairs, tmp_path, monkeypatch):

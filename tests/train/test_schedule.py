@@ -10,7 +10,9 @@ from train.sequence_schema import SequenceSchedule
 def rates(updates: int, updates_per_epoch: int = 50, **keys: object) -> list[float]:
     """The rate of each update, by a schedule with a peak of 3e-3."""
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=3e-3)
-    schedule = create_schedule(optimizer, SequenceSchedule(**keys), updates_per_epoch)
+    section = SequenceSchedule(**keys)
+    options = (section.kind, section.warmup_updates, section.warmup_lr, section.min_lr)
+    schedule = create_schedule(optimizer, section.total_updates(updates_per_epoch), *options)
     found = []
     for update in range(updates):
         found.append(optimizer.param_groups[0]['lr'])

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
             print(f'task={name}\n\n{format_keys(list_keys(task.schema, task.schema.model_schema()))}\n')
         return None
     config = load_text_config(args.config, args.overrides)
-    folder = find_run_dir(config, args.config, Path('runs') / 'fastformer')
+    folder = find_run_dir(config.run.dir, args.config, Path('runs') / 'fastformer')
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
     if args.quiet or (argv is None and not sys.stderr.isatty()):
