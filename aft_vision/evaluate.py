@@ -110,14 +110,13 @@ class _Meter:
         return {**metrics, 'images_per_second': _throughput(self.timings), 'samples': int(samples)}
 
 
-def check_classes(model: nn.Module, class_names: Sequence[str], data: str) -> None:
-    """Raise a ValueError unless the data set has the classes of the model, in the same order."""
+def check_classes(model: Any, class_names: Sequence[str], data: str) -> None:
+    """Raise a ValueError unless the data set has the classes of a model, or of its Weights, in the same order."""
     if len(class_names) != model.num_classes:
         raise ValueError(
             f'expected {model.num_classes} classes in {data}, as many as the model has, got {len(class_names)}'
         )
-    cfg: Any = model.pretrained_cfg
-    trained = cfg.get('label_names') or class_names
+    trained = model.pretrained_cfg.get('label_names') or class_names
     if len(trained) != len(class_names):
         # Names of another classifier, which was replaced.
         return

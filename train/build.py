@@ -33,14 +33,15 @@ from aft_vision.data import (
 )
 from aft_vision.data.datasets import MissingSplitError
 from aft_vision.evaluate import check_classes
-from aft_vision.models.checkpoint import initialize_model, load_model
+from aft_vision.models.checkpoint import Weights, initialize_model, read_weights
 from aft_vision.models.transfer_source import build_model
+from aft_vision.resolution import naflex_shape
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST, describe_samples
 from train.distill import create_task, load_teacher
 from train.distributed import World
 from train.mismatch import naming_model_keys
-from train.model_section import WEIGHT_KEYS, build_on_meta, native_shape
+from train.model_section import WEIGHT_KEYS, build_on_meta
 from train.objective import Batch, Classification, Objective
 from train.regularize import KernelRegularization
 from train.schedule import create_schedule
@@ -55,11 +56,13 @@ class Images(NamedTuple):
         training: (H, W) of the training images in pixels, the shape of each image itself, or a schedule of sizes.
         evaluation: Preprocessing of the validation images.
         described: This preprocessing as the entry `data_config` of a checkpoint.
+        weights: The weights of `run.init_from`, which are read once.
     """
 
     training: tuple[int, int] | NativeShape | SizeSchedule
     evaluation: Preprocessing
     described: dict[str, Any]
+    weights: Weights | None
 
 
 def resolve_images(config: Config, checkpoint: str | Path | None = None) -> Images:
@@ -67,21 +70,32 @@ def resolve_images(config: Config, checkpoint: str | Path | None = None) -> Imag
 
     Args:
         checkpoint: The weights; None for those of `run.init_from`, otherwise of the name of the model.
+
+    Raises:
+        ValueError: `data.max_tokens` is set and the model takes only images of one shape, or the weights cannot be
+            read.
     """
     data, start = config.data, checkpoint or config.run.init_from
-    native = native_shape(config.model, data.image_tokens)
-    if start is None:
+    native = _native_shape(config)
+    weights = None if start is None else read_weights(start)
+    if weights is None:
         cfg: Any = (timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()).to_dict()
     else:
-        # Building the model takes random numbers, which a run must not depend on.
-        with torch.random.fork_rng(devices=[]):
-            cfg = load_model(start).pretrained_cfg
+        cfg = weights.pretrained_cfg
     known = {**cfg, **_overlay(config)}
     size = data.eval_img_size or data.img_size
     evaluation = Preprocessing(native or size, data.crop_pct, known['mean'], known['std'])
     described = {'input_size': (3, *size), 'crop_pct': data.crop_pct, 'interpolation': 'bicubic'}
     described |= {'mean': tuple(known['mean']), 'std': tuple(known['std'])}
-    return Images(native or config.size_schedule or data.img_size, evaluation, described)
+    return Images(native or config.size_schedule or data.img_size, evaluation, described, weights)
+
+
+def _native_shape(config: Config) -> NativeShape | None:
+    tokens = config.data.image_tokens
+    try:
+        return None if tokens is None else naflex_shape(build_on_meta(config.model), tokens)
+    except ValueError as error:
+        raise ValueError(f'data.max_tokens: {error}') from error
 
 
 def build_loaders(config: Config, images: Images, world: World) -> Loaders:
@@ -111,7 +125,7 @@ def build_state(config: Config, images: Images, loaders: Loaders, world: World) 
         names = None if config.distill.kind in ('feature', 'blocks') else class_names
         teacher = load_teacher(config.distill.teacher, config.distill.teacher_args, names, config.data.training_sizes)
     random_seed(run.seed)
-    model = _build_with_weights(config, len(class_names), run.init_from, reset_head=run.reset_head)
+    model = _build_with_weights(config, len(class_names), images.weights, reset_head=run.reset_head)
     if run.reset_head and run.init_from is None:
         model.reset_classifier(len(class_names))
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
@@ -151,20 +165,21 @@ def build_evaluation(config: Config, checkpoint: str | Path | None, world: World
         ValueError: the weights cannot be read, or are for other classes or another model.
     """
     images_per_pass = config.check_batch_size(world.size)
+    images = resolve_images(config, checkpoint)
     with _advising_share():
         loader, class_names = create_eval_loader(
             config.data.source,
-            resolve_images(config, checkpoint).evaluation,
+            images.evaluation,
             config.data.eval_batch_size or images_per_pass,
             shard=world.shard(config.optim.accumulate),
             num_workers=config.data.num_workers,
             device=world.device,
         )
-    if checkpoint is None:
+    if images.weights is None:
         _check_pretrained_classes(config, class_names)
     else:
-        check_classes(load_model(checkpoint), class_names, config.data.name or config.data.dir)
-    return _build_with_weights(config, len(class_names), checkpoint, transfer=False).to(world.device), loader
+        check_classes(images.weights, class_names, config.data.name or config.data.dir)
+    return _build_with_weights(config, len(class_names), images.weights, transfer=False).to(world.device), loader
 
 
 def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, Any]]:
@@ -177,18 +192,19 @@ def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, An
     return name, kwargs
 
 
-def _build_with_weights(config: Config, num_classes: int, start: str | Path | None, **options: Any) -> Any:
-    """Build the model, with the weights of `start`, or without it with those of its name if model.pretrained is true.
+def _build_with_weights(config: Config, num_classes: int, weights: Weights | None, **options: Any) -> Any:
+    """Build the model, with these weights, or without any with those of its name if model.pretrained is true.
 
     Args:
         options: Further arguments of `initialize_model`.
     """
     name, kwargs = model_arguments(config, num_classes)
-    with naming_model_keys(config.model, lambda: build_on_meta(config.model).state_dict(), start):
-        model = build_model(name, **{**kwargs, 'pretrained': start is None and bool(kwargs.get('pretrained'))})
+    source = None if weights is None else weights.source
+    with naming_model_keys(config.model, lambda: build_on_meta(config.model).state_dict(), source):
+        model = build_model(name, **{**kwargs, 'pretrained': weights is None and bool(kwargs.get('pretrained'))})
         check_image_sizes(model, config)
-        if start is not None:
-            initialize_model(model, start, **options)
+        if weights is not None:
+            initialize_model(model, weights, **options)
     return model
 
 

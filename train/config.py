@@ -34,7 +34,6 @@ from train.model_section import (
     is_recipe_of_images,
     is_recipe_of_sequences,
     model_takes,
-    native_shape,
 )
 from train.schema import Config, Experiment, unknown
 
@@ -74,10 +73,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
     layers = fill_preprocessing(layers) if images else layers
     with naming_sources(path, layers):
         built = build_config(layers, schema, list_optimizers())
-        built = dataclasses.replace(built, model=(check_model if images else check_decoder)(built.model))
-        if images:
-            native_shape(built.model, built.data.image_tokens)
-        return built
+        return dataclasses.replace(built, model=(check_model if images else check_decoder)(built.model))
 
 
 def default_model_name(schema: type[Experiment]) -> str:

@@ -96,6 +96,8 @@ def train_classifier(
     if world.is_primary:
         print(loaders.description)
     state, description = build_state(config, images, loaders, world)
+    # Its weights are those of the model now.
+    del images
     start = describe_start(config)
     if world.is_primary and start:
         print(start)

@@ -17,14 +17,12 @@ from timm.models import PretrainedCfg
 from torch import nn
 
 from aft_vision.commandline import print_once
-from aft_vision.data import NativeShape
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.layers.mixers import MIXERS, mixer_arguments
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
 from aft_vision.models.transfer_source import build_model
-from aft_vision.resolution import naflex_shape
 from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
 from train.schema import require, unknown
 
@@ -147,18 +145,6 @@ def build_on_meta(model: Mapping[str, Any]) -> nn.Module:
     name = kwargs.pop('name')
     with torch.device('meta'):
         return build_model(name, **kwargs)
-
-
-def native_shape(model: Mapping[str, Any], tokens: int | None) -> NativeShape | None:
-    """Return the shapes of images with a limited number of the model's patches; None without a limit.
-
-    Raises:
-        ValueError: the model takes only images of one shape.
-    """
-    try:
-        return None if tokens is None else naflex_shape(build_on_meta(model), tokens)
-    except ValueError as error:
-        raise ValueError(f'data.max_tokens: {error}') from error
 
 
 def fill_preprocessing(layers: Sequence[Layer]) -> list[Layer]:

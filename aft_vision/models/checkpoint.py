@@ -2,11 +2,13 @@
 
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
+from timm.models import PretrainedCfg
 from torch import nn
 
 from aft_vision.files import find_checkpoint
@@ -23,6 +25,25 @@ from aft_vision.sizes import record_size
 _logger = logging.getLogger(__name__)
 
 CHECKPOINT_KEYS = {'model_name': str, 'model_kwargs': dict, 'state_dict': dict}
+
+
+class Weights(NamedTuple):
+    """The weights of a checkpoint, for a model that starts from them.
+
+    Attributes:
+        source: The checkpoint, for errors.
+        num_classes: Of their model.
+        pretrained_cfg: That of their model, with their preprocessing, class names and licence.
+        of_aft: Whether their model is an AFT model.
+        grid: Their token grid (H, W), if known.
+    """
+
+    source: str
+    state_dict: dict[str, torch.Tensor]
+    num_classes: int
+    pretrained_cfg: Mapping[str, Any]
+    of_aft: bool
+    grid: tuple[int, int] | None
 
 
 class ForeignFileError(ValueError):
@@ -117,22 +138,25 @@ def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tenso
     model.load_state_dict(state_dict)
 
 
-def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool = False, transfer: bool = True) -> None:
+def initialize_model(
+    model: nn.Module, checkpoint: Weights | str | Path, reset_head: bool = False, transfer: bool = True
+) -> None:
     """Initialise a model from a checkpoint, and resample parameters that depend on the image size.
 
     The licence of the checkpoint's weights becomes that of the model.
 
     Args:
-        checkpoint: As in `load_model`, for a model of the same architecture. An AFT model also takes a DeiT or ViT of
-            the same width and depth, whose weights are transferred (AFT Table 8). The name of the checkpoint's model
-            decides.
+        checkpoint: Weights, or a checkpoint as in `load_model`, for a model of the same architecture. An AFT model also
+            takes a DeiT or ViT of the same width and depth, whose weights are transferred (AFT Table 8). The name of
+            the checkpoint's model decides.
         reset_head: Keep the model's own classifier.
         transfer: False accepts only the same architecture.
 
     Raises:
         ValueError: as `load_model`, or the checkpoint has another number of classes and the head is not reset.
     """
-    state_dict, of_aft, grid, license = _read_start(checkpoint)
+    weights = checkpoint if isinstance(checkpoint, Weights) else read_weights(checkpoint)
+    source, state_dict, grid = weights.source, weights.state_dict, weights.grid
     cfg: Any = model.pretrained_cfg
     classifiers = (cfg['classifier'],) if isinstance(cfg['classifier'], str) else cfg['classifier']
     own = model.state_dict()
@@ -141,13 +165,13 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
     for key, head in heads.items():
         if not reset_head and key in state_dict and state_dict[key].shape[0] != head.shape[0]:
             raise ValueError(
-                f'expected a checkpoint with {head.shape[0]} classes, as the data set has, got {checkpoint} with '
+                f'expected a checkpoint with {head.shape[0]} classes, as the data set has, got {source} with '
                 f'{state_dict[key].shape[0]}; run.reset_head=true starts with a new classifier'
             )
     is_aft = bool(aft_mixers(model))
     filter_function = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
     try:
-        if is_aft and transfer and not of_aft:
+        if is_aft and transfer and not weights.of_aft:
             state_dict, report = deit_to_aft(state_dict, model, grid=grid)
             _logger.warning(describe_transfer(report, model))
         # The filter of an AFT model treats other keys as those of a ViT.
@@ -156,22 +180,34 @@ def initialize_model(model: nn.Module, checkpoint: str | Path, reset_head: bool 
         elif filter_function is not None and not is_aft:
             state_dict = filter_function(state_dict, model)
     except StateDictError as error:
-        raise ValueError(f'{checkpoint}: {error}') from error
-    load_matching_state_dict(model, {**state_dict, **(heads if reset_head else {})}, source=str(checkpoint))
-    set_license(model, license)
+        raise ValueError(f'{source}: {error}') from error
+    load_matching_state_dict(model, {**state_dict, **(heads if reset_head else {})}, source=source)
+    set_license(model, weights.pretrained_cfg.get('license'))
 
 
-def _read_start(
-    checkpoint: str | Path,
-) -> tuple[dict[str, torch.Tensor], bool, tuple[int, int] | None, str | None]:
-    """Return the weights of a checkpoint, whether of an AFT model, and their token grid and licence if known."""
+def read_weights(checkpoint: str | Path) -> Weights:
+    """Read the weights of a checkpoint.
+
+    Args:
+        checkpoint: As in `load_model`.
+
+    Raises:
+        ValueError, ConnectionError: as `load_model`; whether the weights match a model is not checked.
+    """
     content = read_record(checkpoint)
-    # Building the model only to get its class would cost time and random numbers.
+    # Building the model only to get its class would cost time.
     if content and timm.is_model(content['model_name']):
-        of_aft = timm.models.model_entrypoint(content['model_name']).__module__.startswith('aft_vision.')
-        grid = find_stated_grid(content['state_dict'], content['model_kwargs'])
-        return content['state_dict'], of_aft, grid, content.get('license')
-    source = load_model(checkpoint)
-    grid = getattr(getattr(source, 'patch_embed', None), 'grid_size', None)
-    cfg: Any = source.pretrained_cfg
-    return source.state_dict(), bool(aft_mixers(source)), grid, cfg.get('license')
+        name, kwargs, state_dict = content['model_name'], content['model_kwargs'], content['state_dict']
+        known = timm.get_pretrained_cfg(name) or PretrainedCfg()
+        cfg: Any = {**known.to_dict(), **(content.get('data_config') or {}), 'license': content.get('license')}
+        if content.get('class_names'):
+            cfg['label_names'] = content['class_names']
+        of_aft = timm.models.model_entrypoint(name).__module__.startswith('aft_vision.')
+        classes = kwargs.get('num_classes', known.num_classes)
+        return Weights(str(checkpoint), state_dict, classes, cfg, of_aft, find_stated_grid(state_dict, kwargs))
+    # A model takes random numbers, which what starts from its weights must not depend on.
+    with torch.random.fork_rng(devices=[]):
+        model: Any = load_model(checkpoint)
+    grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
+    of_aft = bool(aft_mixers(model))
+    return Weights(str(checkpoint), model.state_dict(), model.num_classes, model.pretrained_cfg, of_aft, grid)

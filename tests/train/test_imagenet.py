@@ -2,6 +2,7 @@ import csv
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -118,11 +119,20 @@ def test_every_part_of_the_recipe_runs_together(few, tmp_path):
     load_model(tmp_path / 'best.pth')
 
 
-def test_a_run_starts_from_the_weights_of_another(few, run_dir, tmp_path):
+def test_a_run_starts_from_the_weights_of_another_which_are_read_once(few, run_dir, tmp_path, monkeypatch):
+    read, load = [], torch.load
+
+    def count(file: Any, **options: Any) -> Any:
+        read.append(file)
+        return load(file, **options)
+
     # The model has no weights of timm: those of the file come first.
     still = ['optim.lr=1e-30', 'schedule.min_lr=0', 'schedule.warmup_lr=0', 'model.pretrained=true']
     still += [f'run.init_from={run_dir / "best.pth"}', f'run.dir={tmp_path}']
-    main([*ONE_EPOCH, *few, *still])
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, 'load', count)
+        main([*ONE_EPOCH, *few, *still])
+    assert read.count(run_dir / 'best.pth') == 1
     first, again = (torch.load(folder / 'last.pth', weights_only=True) for folder in (run_dir, tmp_path))
     torch.testing.assert_close(first['state_dict'], again['state_dict'])
 
