@@ -184,14 +184,13 @@ class FastformerAttention(nn.Module):
             alpha, beta, global_key = self._attend(x, mask)
             weight, bias = self._compose(global_key) if _is_long(x) else (None, None)
         if weight is None or bias is None:
-            return self._mix_token_wise(*self._queries_and_values(x), global_key), alpha, beta
+            return self._output(self._vectors(self.query, x), x, global_key[:, None]), alpha, beta
         # Autocast, where it is on, chooses the dtype of this product.
         return torch.baddbmm(bias.to(x.dtype), x, weight.to(x.dtype).mT), alpha, beta
 
     def _forward_as_written(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute `forward` with the query, key and value of each token, each by one call of its linear layer."""
-        q, v = self._queries_and_values(x)
-        k = self._vectors(self.key, x)
+        q, k = self._vectors(self.query, x), self._vectors(self.key, x)
         with maybe_autocast(x.device.type, enabled=False):
             dtype = accumulate_dtype(x)
             q_wide, k_wide = q.to(dtype), k.to(dtype)
@@ -200,7 +199,7 @@ class FastformerAttention(nn.Module):
             p = self.key_interaction(global_query[:, None], k_wide)
             beta = masked_softmax(self._score(self._scaled(self.key_score, dtype), p), mask)
             global_key = torch.einsum('bhn,bnhd->bhd', beta, p)
-        return self._mix_token_wise(q, v, global_key), alpha, beta
+        return self._output(q, x, global_key[:, None]), alpha, beta
 
     def _attend(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute alpha and beta (B, h, N), and the global key (B, h, d) (Fastformer Eq. 3-6)."""
@@ -232,19 +231,12 @@ class FastformerAttention(nn.Module):
         weight = transform @ mixed + query
         return weight.expand(global_key.shape[0], -1, -1), F.linear(mixed_bias, transform, query_bias)[:, None]
 
-    def _mix_token_wise(self, q: Tensor, v: Tensor, global_key: Tensor) -> Tensor:
-        """Compute the output (B, N, C) from the query and the value (B, N, h, d) of each token."""
-        return self._combine(q, self.value_interaction(global_key[:, None].to(v.dtype), v))
-
-    def _combine(self, q: Tensor, u: Tensor) -> Tensor:
-        """Compute the output (B, N, C) from q and u = global key * value, both (B, N, h, d)."""
+    def _output(self, q: Tensor, x: Tensor, global_key: Tensor) -> Tensor:
+        """Compute the output (B, N, C), given the queries and the global keys (B, N or 1, h, d) of the tokens."""
+        v = q if self.value is None else self._vectors(self.value, x)
+        u = self.value_interaction(global_key.to(v.dtype), v)
         y = self.transform(u.flatten(2)) + q.flatten(2)
         return y if self.proj is None else self.proj(y)
-
-    def _queries_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and values, both (B, N, h, d)."""
-        q = self._vectors(self.query, x)
-        return q, q if self.value is None else self._vectors(self.value, x)
 
     def _vectors(self, linear: nn.Module, x: Tensor) -> Tensor:
         """Compute queries, keys or values (B, N, h, d); shared heads are repeated."""

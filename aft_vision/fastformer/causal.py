@@ -29,15 +29,13 @@ class AttentionState(NamedTuple):
 
 
 class PrefixAttention(FastformerAttention):
-    """Base of a decoder's attentions: the global query of each prefix, and the output of each token."""
+    """Base of a decoder's attentions: the global query and the global key of each prefix."""
 
     def _prefix_queries(self, q: Tensor, mask: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the global query (B, N, h, d) up to each token, and the new state (Fastformer Eq. 3, Eq. 4)."""
-        dtype = accumulate_dtype(q)
-        q = q.to(dtype)
-        scores = self._score(self._scaled(self.query_score, dtype), q)
-        means, state = prefix_softmax_mean(q.transpose(1, 2), scores, mask, state)
-        return means.transpose(1, 2), state
+        q = q.to(accumulate_dtype(q))
+        scores = self._score(self._scaled(self.query_score, q.dtype), q)
+        return _prefix_mean(q.transpose(1, 2), scores, mask, state)
 
     def _meet(self, g: Tensor, keys: Tensor, allowed: Tensor | None, is_causal: bool = False) -> Tensor:
         """Compute each token's global key (B, N, h, d) from keys and its global query (Fastformer Eq. 5, Eq. 6).
@@ -58,11 +56,6 @@ class PrefixAttention(FastformerAttention):
             seen = keys.transpose(1, 2).flatten(2)[:, None].expand(-1, self.num_heads, -1, -1)
         mean = attend(query.to(keys.dtype), seen, keys, allowed, is_causal, scale=1.0)
         return self.key_interaction(g, mean.transpose(1, 2).to(g.dtype))
-
-    def _output(self, q: Tensor, x: Tensor, global_key: Tensor) -> Tensor:
-        """Compute the output (B, N, C), given the global key (B, N, h, d) of each token."""
-        v = q if self.value is None else self._vectors(self.value, x)
-        return self._combine(q, self.value_interaction(global_key.to(q.dtype), v))
 
 
 class CausalFastformerAttention(PrefixAttention):
@@ -93,29 +86,22 @@ class CausalFastformerAttention(PrefixAttention):
             The output (B, N, C), and the state after the last token.
         """
         q, k = self._vectors(self.query, x), self._vectors(self.key, x)
+        before = None if state is None else state.keys
         with maybe_autocast(x.device.type, enabled=False):
-            new = None if mask is None else mask[:, -x.shape[1] :]
-            g, queries = self._prefix_queries(q, new, None if state is None else state.queries)
+            g, queries = self._prefix_queries(q, mask, None if state is None else state.queries)
             if self.streaming:
-                global_key, keys = self._stream(g, k, new, state)
+                met = self.key_interaction(g, k.to(g.dtype))
+                scores = self._score(self._scaled(self.key_score, g.dtype), met)
+                global_key, keys = _prefix_mean(met.transpose(1, 2), scores, mask, before)
             elif isinstance(self.key_interaction, Multiply):
-                keys = k.transpose(1, 2) if state is None else torch.cat([state.keys, k.transpose(1, 2)], 2)
+                keys = k.transpose(1, 2) if before is None else torch.cat([before, k.transpose(1, 2)], 2)
                 allowed = _allowed(x.shape[1], keys, mask)
                 global_key = self._meet(g, keys, allowed, is_causal=allowed is None and state is None)
             else:
                 k = k.to(g.dtype)
-                mean, keys = prefix_softmax_mean(
-                    k.transpose(1, 2), self._key_scores(k), new, None if state is None else state.keys
-                )
-                global_key = self.key_interaction(g, mean.transpose(1, 2))
+                mean, keys = _prefix_mean(k.transpose(1, 2), self._key_scores(k), mask, before)
+                global_key = self.key_interaction(g, mean)
         return self._output(q, x, global_key), AttentionState(queries, keys)
-
-    def _stream(self, g: Tensor, k: Tensor, mask: Tensor | None, state: AttentionState | None) -> tuple[Tensor, Tensor]:
-        """Compute the global key (B, N, h, d), where each key uses the global query up to itself, and its state."""
-        met = self.key_interaction(g, k.to(g.dtype))
-        scores = self._score(self._scaled(self.key_score, g.dtype), met)
-        mean, keys = prefix_softmax_mean(met.transpose(1, 2), scores, mask, None if state is None else state.keys)
-        return mean.transpose(1, 2), keys
 
     def _key_scores(self, k: Tensor) -> Tensor:
         """Compute the scores (B, h, N) of keys (B, N, h, d) if the interaction adds a constant to all of them."""
@@ -160,8 +146,7 @@ class AdditiveCrossAttention(PrefixAttention):
         projected = source if isinstance(source, tuple) else self.project(source)
         q = self._vectors(self.query, x)
         with maybe_autocast(x.device.type, enabled=False):
-            new = None if mask is None else mask[:, -x.shape[1] :]
-            g, queries = self._prefix_queries(q, new, None if state is None else state.queries)
+            g, queries = self._prefix_queries(q, mask, None if state is None else state.queries)
             global_key = self._meet(g, projected[0], None if source_mask is None else source_mask[:, None, None])
         return self._output(q, x, global_key), projected, AttentionState(queries, queries[..., :0])
 
@@ -221,6 +206,12 @@ def attend(
     empty = ~allowed.any(-1, keepdim=True)
     y = F.scaled_dot_product_attention(query, key, value, attn_mask=allowed | empty, scale=scale)
     return y.masked_fill(empty, 0.0)
+
+
+def _prefix_mean(x: Tensor, scores: Tensor, mask: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute `prefix_softmax_mean` as (B, N, h, d), given a mask (B, P + N) with P earlier tokens."""
+    means, state = prefix_softmax_mean(x, scores, None if mask is None else mask[:, -x.shape[2] :], state)
+    return means.transpose(1, 2), state
 
 
 def _allowed(tokens: int, keys: Tensor, mask: Tensor | None) -> Tensor | None:

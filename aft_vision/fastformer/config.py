@@ -7,11 +7,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-SCORES = ('per_head', 'dense')
-INTERACTIONS = ('multiply', 'add', 'concat')
-CAUSAL = ('streaming', 'exact')
-CROSS_ATTENTION = ('dot_product', 'additive')
-ATTENTION_FIELDS = (*('score', 'interaction', 'share_query_value', 'share_layers', 'share_heads', 'use_output_proj'),)
+CHOICES = {
+    'score': ('per_head', 'dense'),
+    'interaction': ('multiply', 'add', 'concat'),
+    'causal': ('streaming', 'exact'),
+    'cross_attention': ('dot_product', 'additive'),
+}
+ATTENTION_FIELDS = ('score', 'interaction', 'share_query_value', 'share_layers', 'share_heads', 'use_output_proj')
 POSITIVE = (
     *('vocab_size', 'embedding_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size'),
     *('max_position_embeddings', 'pooling_hidden_size', 'decoder_layers', 'max_target_positions'),
@@ -192,13 +194,7 @@ class FastformerConfig(PreTrainedConfig):
                 f'hidden_size must be a multiple of num_attention_heads ({self.num_attention_heads}), '
                 f'got {self.hidden_size}'
             )
-        choices = {
-            'score': SCORES,
-            'interaction': INTERACTIONS,
-            'causal': CAUSAL,
-            'cross_attention': CROSS_ATTENTION,
-        }
-        for name, allowed in choices.items():
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f'{name} must be one of {allowed}, got {getattr(self, name)!r}')
         if self.cross_attention == 'additive' and self.interaction != 'multiply':
