@@ -1,6 +1,6 @@
 """Fastformer's layers and classifier term by term, head by head and text by text: the oracle of the tests."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,21 +77,9 @@ def weighted_sum(weights: Tensor, vectors: Tensor) -> Tensor:
     return torch.stack([weights[i] * vectors[i] for i in range(len(vectors))]).sum(0)
 
 
-def attend_one(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
-    """Fastformer Eq. 3 to Eq. 6 and the output R + Q of one text (N, C)."""
-    heads, tokens = make_heads(config, p, x), range(len(x))
-    met = []
-    for h in range(config.num_attention_heads):
-        alpha = softmax(scores(heads.of('query_score'), h, heads.q), mask)  # Eq. 3
-        global_query = weighted_sum(alpha, heads.q[:, h])  # Eq. 4
-        met.append(torch.stack([heads.meet('key', h, global_query, heads.k[i, h]) for i in tokens]))
-    p_all = torch.stack(met, 1)  # (N, h, d)
-    u = []
-    for h in range(config.num_attention_heads):
-        beta = softmax(scores(heads.of('key_score'), h, p_all), mask)  # Eq. 5
-        global_key = weighted_sum(beta, p_all[:, h])  # Eq. 6
-        u.append(torch.stack([heads.meet('value', h, global_key, heads.v[i, h]) for i in tokens]))
-    return heads.output(torch.stack(u, 1))
+def means(vectors: Tensor, score: Tensor, mask: Tensor) -> Tensor:
+    """The weighted mean of vectors (N, d), once for each token (N, d)."""
+    return weighted_sum(softmax(score, mask), vectors).expand_as(vectors)
 
 
 def prefix_means(vectors: Tensor, score: Tensor, mask: Tensor) -> Tensor:
@@ -99,19 +87,30 @@ def prefix_means(vectors: Tensor, score: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([weighted_sum(softmax(score[:n], mask[:n]), vectors[:n]) for n in range(1, len(vectors) + 1)])
 
 
-def stream_one(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
-    """The output (N, C) of causal='streaming': each key has met the global query up to itself."""
+def attend_one(
+    config: FastformerConfig,
+    p: Mapping[str, Tensor],
+    x: Tensor,
+    mask: Tensor,
+    mean: Callable[[Tensor, Tensor, Tensor], Tensor] = means,
+) -> Tensor:
+    """Fastformer Eq. 3 to Eq. 6 and the output R + Q of one text (N, C)."""
     heads, tokens = make_heads(config, p, x), range(len(x))
     met = []
     for h in range(config.num_attention_heads):
-        global_query = prefix_means(heads.q[:, h], scores(heads.of('query_score'), h, heads.q), mask)
+        global_query = mean(heads.q[:, h], scores(heads.of('query_score'), h, heads.q), mask)  # Eq. 3, Eq. 4
         met.append(torch.stack([heads.meet('key', h, global_query[i], heads.k[i, h]) for i in tokens]))
     p_all = torch.stack(met, 1)  # (N, h, d)
     u = []
     for h in range(config.num_attention_heads):
-        global_key = prefix_means(p_all[:, h], scores(heads.of('key_score'), h, p_all), mask)
+        global_key = mean(p_all[:, h], scores(heads.of('key_score'), h, p_all), mask)  # Eq. 5, Eq. 6
         u.append(torch.stack([heads.meet('value', h, global_key[i], heads.v[i, h]) for i in tokens]))
     return heads.output(torch.stack(u, 1))
+
+
+def stream_one(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
+    """The output (N, C) of causal='streaming': each key has met the global query up to itself."""
+    return attend_one(config, p, x, mask, prefix_means)
 
 
 def read_one(
