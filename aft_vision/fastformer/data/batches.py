@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from datasets import Dataset, DatasetDict
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 AnyDataset = TypeVar('AnyDataset', Dataset, DatasetDict)
@@ -84,3 +86,17 @@ def pad_rows(rows: Sequence[Sequence[int] | np.ndarray], fill: int, shortest: in
     for number, row in enumerate(rows):
         padded[number, : len(row)] = row
     return padded
+
+
+def pad_tokens(rows: Sequence[Sequence[int] | np.ndarray], pad_token_id: int) -> dict[str, Tensor]:
+    """Return input_ids and attention_mask (rows, longest) of the tokens of texts."""
+    input_ids = pad_rows(rows, pad_token_id)
+    mask = np.arange(input_ids.shape[1]) < np.array([len(row) for row in rows])[:, None]
+    return {'input_ids': torch.from_numpy(input_ids), 'attention_mask': torch.from_numpy(mask.astype(np.int64))}
+
+
+def number_distinct(rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    """Return the distinct numbers of an array, in order, and the place of each number among them; -1 stays -1."""
+    distinct, places = np.unique(rows, return_inverse=True)
+    padding = np.count_nonzero(distinct == -1)
+    return distinct[padding:], torch.from_numpy(places.reshape(rows.shape) - padding)

@@ -16,7 +16,7 @@ from sklearn.model_selection import GroupShuffleSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from aft_vision.fastformer.data.batches import pad_rows, token_ids
+from aft_vision.fastformer.data.batches import number_distinct, pad_rows, pad_tokens, token_ids
 from aft_vision.fastformer.data.files import Record, missing_columns, read_json
 from aft_vision.fastformer.data.splits import FRACTIONS, check_fractions, split_dataset
 from aft_vision.fastformer.data.table import check_text
@@ -34,7 +34,6 @@ FEATURES = Features(
     user=Value('string'),
     impression=Value('int64'),
 )
-PADDING = -1
 
 
 class Behavior(NamedTuple):
@@ -205,7 +204,7 @@ class BehaviorCollator:
             raise ValueError(
                 f'expected behaviours of the types {", ".join(types)}, got {", ".join(sorted(unknown))} too'
             )
-        self.tokens = [torch.tensor(ids) for ids in token_ids(table.texts, tokenizer, max_length)]
+        self.tokens = token_ids(table.texts, tokenizer, max_length)
         self.types = [list(types).index(kind) for kind in table.types]
         self.pad_token_id = tokenizer.pad_token_id
 
@@ -218,23 +217,15 @@ class BehaviorCollator:
         """
         types = [[self.types[kind] for kind in row['behavior_types']] for row in rows]
         # At least one position, so that every parameter has a gradient in every process.
-        behaviors = torch.from_numpy(pad_rows([row['behaviors'] for row in rows], PADDING, 1))
-        numbers = torch.cat([torch.tensor([[row['ad']] for row in rows]), behaviors], 1)
-        texts, places = numbers.unique(return_inverse=True)
-        # Padding is the least number of all.
-        is_padded = bool(texts[0] == PADDING)
-        places, texts = places - int(is_padded), texts[int(is_padded) :]
-        tokens = [self.tokens[number] for number in texts.tolist()]
-        input_ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id)
-        lengths = torch.tensor([len(ids) for ids in tokens])
+        behaviors = pad_rows([row['behaviors'] for row in rows], -1, 1)
+        texts, places = number_distinct(np.insert(behaviors, 0, [row['ad'] for row in rows], axis=1))
         # The labels come first: transformers' Trainer takes the size of the batch from the first tensor.
         return {
             'labels': torch.tensor([float(row['label']) for row in rows]),
             'ad': places[:, 0],
             'behaviors': places[:, 1:],
             'behavior_types': torch.from_numpy(pad_rows(types, 0, 1)),
-            'input_ids': input_ids,
-            'attention_mask': (torch.arange(input_ids.shape[1]) < lengths[:, None]).long(),
+            **pad_tokens([self.tokens[number] for number in texts], self.pad_token_id),
         }
 
 

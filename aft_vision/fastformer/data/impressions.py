@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from aft_vision.fastformer.data.batches import pad_rows, token_ids
+from aft_vision.fastformer.data.batches import number_distinct, pad_rows, pad_tokens, token_ids
 
 
 @dataclass(frozen=True)
@@ -175,25 +175,20 @@ class NewsCollator:
             input_ids and attention_mask (U, N); history (B, M) and candidates (B, 1 + K), rows of input_ids with -1
             for padding at the end; labels (B,), zero: the first candidate was clicked.
         """
-        rows = [[np.asarray(sample[name], dtype=np.int64) for sample in samples] for name in ('history', 'candidates')]
-        news, places = np.unique(np.concatenate(rows[0] + rows[1]), return_inverse=True)
-        batch = self.texts(news)
-        taken = 0
-        for name, parts in zip(('history', 'candidates'), rows, strict=True):
-            sizes = [len(part) for part in parts]
-            numbers = np.split(places[taken : taken + sum(sizes)], np.cumsum(sizes)[:-1])
-            taken += sum(sizes)
-            # One place at least, so that all parameters have a part in the loss, as distributed training demands.
-            batch[name] = torch.from_numpy(pad_rows(numbers, -1, 1))
-        return batch | {'labels': torch.zeros(len(samples), dtype=torch.int64)}
+        # One place at least, so that all parameters have a part in the loss, as distributed training demands.
+        history, candidates = (
+            pad_rows([sample[name] for sample in samples], -1, 1) for name in ('history', 'candidates')
+        )
+        news, places = number_distinct(np.concatenate([history, candidates], 1))
+        return self.texts(news) | {
+            'history': places[:, : history.shape[1]],
+            'candidates': places[:, history.shape[1] :],
+            'labels': torch.zeros(len(samples), dtype=torch.int64),
+        }
 
     def texts(self, news: Sequence[int] | np.ndarray) -> dict[str, Tensor]:
         """Return input_ids and attention_mask (U, N) of selected news."""
-        rows = [self.tokens[int(row)] for row in news]
-        input_ids = pad_rows(rows, self.pad_token_id)
-        sizes = np.array([len(row) for row in rows])
-        mask = np.arange(input_ids.shape[1]) < sizes[:, None]
-        return {'input_ids': torch.from_numpy(input_ids), 'attention_mask': torch.from_numpy(mask.astype(np.int64))}
+        return pad_tokens([self.tokens[int(row)] for row in news], self.pad_token_id)
 
 
 def tokenize_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None) -> Ragged:
