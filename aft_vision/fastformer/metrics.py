@@ -54,10 +54,21 @@ def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -
     """
     data = _check(scores, labels, sizes)
     clicked = data.sum(data.labels)
+    ranks, gains = rank_candidates(data.scores, data.sizes), np.exp2(data.labels) - 1
+    # The sum of the ranks of clicks, where ties have their mean rank, gives AUC.
+    total = data.sum(_ranks(data, method='average') * data.labels)
     mixed = (clicked > 0) & (clicked < data.sizes)
     with np.errstate(invalid='ignore', divide='ignore'):
         # Impressions that are not mixed are 0 / 0, and left out.
-        return {name: values[mixed] for name, values in _all_metrics(data, clicked).items()}
+        found = {
+            'auc': (total - clicked * (clicked + 1) / 2) / (clicked * (data.sizes - clicked)),
+            'mrr': data.sum(data.labels / ranks) / clicked,
+        }
+        for cutoff in CUTOFFS:
+            best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(cutoff) + 2))])
+            gained = data.sum(np.where(ranks <= cutoff, gains / np.log2(ranks + 1), 0.0))
+            found[f'ndcg{cutoff}'] = gained / best[np.minimum(clicked, cutoff).astype(np.int64)]
+    return {name: values[mixed] for name, values in found.items()}
 
 
 def click_loss(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> float:
@@ -84,23 +95,6 @@ def rank_candidates(scores: ArrayLike, sizes: ArrayLike) -> np.ndarray:
     """Return ranks (n,) from 1 within each impression, by descending score; ties keep their order."""
     data = _check(scores, np.zeros(np.shape(scores)), sizes)
     return _ranks(data, method='first', ascending=False).astype(np.int64)
-
-
-def _all_metrics(data: _Impressions, clicked: np.ndarray) -> dict[str, np.ndarray]:
-    ranks = rank_candidates(data.scores, data.sizes)
-    found = {'auc': _auc(data, clicked), 'mrr': data.sum(data.labels / ranks) / clicked}
-    gains = np.exp2(data.labels) - 1
-    for cutoff in CUTOFFS:
-        best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(cutoff) + 2))])
-        gained = data.sum(np.where(ranks <= cutoff, gains / np.log2(ranks + 1), 0.0))
-        found[f'ndcg{cutoff}'] = gained / best[np.minimum(clicked, cutoff).astype(np.int64)]
-    return found
-
-
-def _auc(data: _Impressions, clicked: np.ndarray) -> np.ndarray:
-    """Compute AUC (I,) from the sum of the ranks of clicks, where ties have their mean rank."""
-    total = data.sum(_ranks(data, method='average') * data.labels)
-    return (total - clicked * (clicked + 1) / 2) / (clicked * (data.sizes - clicked))
 
 
 def _ranks(data: _Impressions, **options: Any) -> np.ndarray:

@@ -74,15 +74,12 @@ def read_json(path: str | Path) -> Iterator[Record]:
     start, first = next(((number, line) for number, line in lines if line.strip()), (1, ''))
     if first.lstrip().startswith('['):
         # Blank lines before it count for the place of an error.
-        yield from _read_json_list(path, '\n' * (start - 1) + first + ''.join(line for _, line in lines))
+        values = _parse_json(path, '\n' * (start - 1) + first + ''.join(line for _, line in lines))
+        yield from (_as_record(f'{path}, item {number}', value) for number, value in enumerate(values, 1))
         return
     for number, line in chain([(start, first)], lines):
         if line.strip():
-            try:
-                value = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f'{path}, line {number}, column {error.colno}: not JSON: {error.msg}') from error
-            yield _as_record(f'{path}, line {number}', value)
+            yield _as_record(f'{path}, line {number}', _parse_json(path, line, number))
 
 
 def read_delimited(
@@ -195,13 +192,12 @@ def _only_member(path: Path) -> str:
     return members[0]
 
 
-def _read_json_list(path: str | Path, text: str) -> Iterator[Record]:
+def _parse_json(path: str | Path, text: str, line: int | None = None) -> Any:
+    """Parse a line of a file, or a whole file."""
     try:
-        values = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f'{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}') from error
-    for number, value in enumerate(values, 1):
-        yield _as_record(f'{path}, item {number}', value)
+        raise ValueError(f'{path}, line {line or error.lineno}, column {error.colno}: not JSON: {error.msg}') from error
 
 
 def _as_record(place: str, value: Any) -> Record:
