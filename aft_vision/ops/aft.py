@@ -24,7 +24,7 @@ from aft_vision.ops.conv import CONV, ONEHOT
 from aft_vision.ops.full import FULL
 from aft_vision.ops.local import LOCAL
 from aft_vision.ops.simple import SIMPLE
-from aft_vision.ops.tracing import fix_grid, keeps_sums
+from aft_vision.ops.tracing import grid_arguments, saves_for_backward
 
 F = TypeVar('F', bound=Callable[..., Any])
 
@@ -51,7 +51,7 @@ def _aft_full(
 ) -> Tensor:
     if not torch.jit.is_scripting():
         return FULL(q, k, v, bias, mask, backend, weights=weights)
-    return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, keeps_sums(), backend)[0]
+    return torch.ops.aft_vision.aft_full(q, k, v, bias, mask, saves_for_backward(), backend)[0]
 
 
 @_scripted_as(_aft_full)
@@ -104,7 +104,7 @@ def aft_local(
     """
     if not torch.jit.is_scripting():
         return LOCAL(q, k, v, band, mask, backend)
-    return torch.ops.aft_vision.aft_local(q, k, v, band, mask, keeps_sums(), backend)[0]
+    return torch.ops.aft_vision.aft_local(q, k, v, band, mask, saves_for_backward(), backend)[0]
 
 
 def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = None, backend: str = 'auto') -> Tensor:
@@ -123,7 +123,7 @@ def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = Non
     """
     if not torch.jit.is_scripting():
         return SIMPLE(q, k, v, mask, backend)
-    return torch.ops.aft_vision.aft_simple(q, k, v, mask, keeps_sums(), backend)[0]
+    return torch.ops.aft_vision.aft_simple(q, k, v, mask, saves_for_backward(), backend)[0]
 
 
 def _aft_conv(
@@ -139,8 +139,8 @@ def _aft_conv(
 ) -> Tensor:
     if not torch.jit.is_scripting():
         return CONV(q, k, v, kernel, grid, mask, global_context, backend, weights=weights)
-    k, sizes = fix_grid(k, grid)
-    return torch.ops.aft_vision.aft_conv(q, k, v, kernel, sizes, mask, global_context, keeps_sums(), backend)[0]
+    k, sizes = grid_arguments(k, grid)
+    return torch.ops.aft_vision.aft_conv(q, k, v, kernel, sizes, mask, global_context, saves_for_backward(), backend)[0]
 
 
 @_scripted_as(_aft_conv)
@@ -214,8 +214,8 @@ def aft_onehot(
     """
     if not torch.jit.is_scripting():
         return ONEHOT(q, k, v, offset, weight, grid, mask, backend)
-    k, sizes = fix_grid(k, grid)
-    return torch.ops.aft_vision.aft_onehot(q, k, v, offset, weight, sizes, mask, keeps_sums(), backend)[0]
+    k, sizes = grid_arguments(k, grid)
+    return torch.ops.aft_vision.aft_onehot(q, k, v, offset, weight, sizes, mask, saves_for_backward(), backend)[0]
 
 
 def aft_axial(
@@ -252,5 +252,5 @@ def aft_axial(
     """
     if not torch.jit.is_scripting():
         return AXIAL(q, k, v, row_bias, column_bias, grid, mask, backend)
-    k, sizes = fix_grid(k, grid)
-    return torch.ops.aft_vision.aft_axial(q, k, v, row_bias, column_bias, sizes, mask, keeps_sums(), backend)[0]
+    k, sizes = grid_arguments(k, grid)
+    return torch.ops.aft_vision.aft_axial(q, k, v, row_bias, column_bias, sizes, mask, saves_for_backward(), backend)[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.causal import FULL_CAUSAL, LOCAL_CAUSAL, SIMPLE_CAUSAL
-from aft_vision.ops.tracing import keeps_sums
+from aft_vision.ops.tracing import saves_for_backward
 
 
 def aft_full_causal(
@@ -29,7 +29,7 @@ def aft_full_causal(
     """
     if not torch.jit.is_scripting():
         return FULL_CAUSAL(q, k, v, bias, mask, backend)
-    return torch.ops.aft_vision.aft_full_causal(q, k, v, bias, mask, keeps_sums(), backend)[0]
+    return torch.ops.aft_vision.aft_full_causal(q, k, v, bias, mask, saves_for_backward(), backend)[0]
 
 
 def aft_local_causal(
@@ -51,7 +51,7 @@ def aft_local_causal(
     """
     if not torch.jit.is_scripting():
         return LOCAL_CAUSAL(q, k, v, band, mask, backend)
-    return torch.ops.aft_vision.aft_local_causal(q, k, v, band, mask, keeps_sums(), backend)[0]
+    return torch.ops.aft_vision.aft_local_causal(q, k, v, band, mask, saves_for_backward(), backend)[0]
 
 
 def aft_simple_causal(
@@ -72,4 +72,4 @@ def aft_simple_causal(
     """
     if not torch.jit.is_scripting():
         return SIMPLE_CAUSAL(q, k, v, mask, backend)
-    return torch.ops.aft_vision.aft_simple_causal(q, k, v, mask, keeps_sums(), backend)[0]
+    return torch.ops.aft_vision.aft_simple_causal(q, k, v, mask, saves_for_backward(), backend)[0]

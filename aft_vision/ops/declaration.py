@@ -70,7 +70,7 @@ class Form:
         name: tells it from others of the operation with the same backend.
         takes_weights: its forward takes those of `BiasWeights` as a third argument, or None.
         shapes: further sizes, for which it takes other branches.
-        competes: returns whether it supports these inputs, and may be the fastest form if the bias does not change.
+        is_candidate: returns whether it supports these inputs, and may be the fastest form if the bias does not change.
     """
 
     backend: str
@@ -81,7 +81,7 @@ class Form:
     name: str = ''
     takes_weights: bool = False
     shapes: tuple[Shape, ...] = ()
-    competes: Callable[[Any], bool] = lambda inputs: False
+    is_candidate: Callable[[Any], bool] = lambda inputs: False
 
     def run_forward(self, inputs: Any, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the forward, without autocast."""
@@ -202,7 +202,7 @@ class Operation:
 OPERATIONS: dict[str, Operation] = {}
 
 
-def deferred(module: str, name: str) -> Callable[..., Any]:
+def lazy_function(module: str, name: str) -> Callable[..., Any]:
     """Return a function of a module below `aft_vision.ops` that is imported at its first call.
 
     A machine may lack what the module needs.

@@ -23,8 +23,8 @@ from aft_vision.ops.common import choice, cpp, launch, tangent
 from aft_vision.ops.common.choice import fastest
 from aft_vision.ops.common.inputs import empty_output
 from aft_vision.ops.common.numerics import without_autocast
-from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape, deferred
-from aft_vision.ops.tracing import fix_grid, keeps_sums
+from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape, lazy_function
+from aft_vision.ops.tracing import grid_arguments, saves_for_backward
 from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
@@ -51,7 +51,8 @@ def triton_form(operation: str, module: str, forward: str, backward: str, *shape
         if launch.can_run(inputs):
             _verify().check(OPERATIONS[operation], inputs)
 
-    return Form('triton', deferred(module, forward), deferred(module, backward), supports, check, shapes=shapes)
+    lazy = partial(lazy_function, module)
+    return Form('triton', lazy(forward), lazy(backward), supports, check, shapes=shapes)
 
 
 @functools.cache
@@ -139,7 +140,7 @@ class Operator:
         names: of the inputs.
         measured: the forms that `fastest` found, by sizes of the inputs.
         gradients: the names that the backward returns gradients of, in its order: q, k, v, then the biases if any.
-        places: of `gradients` in `names`.
+        gradient_indices: of `gradients` in `names`.
         forward_operator, backward_operator: the two.
         recorded: the `torch.autograd.Function` of an ordinary call (*inputs, save, form).
     """
@@ -153,7 +154,7 @@ class Operator:
         self.check, self.forms, self.empty_saved = operation.check, operation.forms, operation.empty_saved
         self.names = list(operation.inputs._fields)
         self.gradients = ['q', 'k', 'v', *operation.biases]
-        self.places = [self.names.index(field) for field in self.gradients]
+        self.gradient_indices = [self.names.index(field) for field in self.gradients]
         self.measured: dict[tuple[Any, ...], Form] = {}
         choice.on_change.append(lambda: self.measured.clear())
         self.register()
@@ -200,10 +201,10 @@ class Operator:
         batch, tokens = (1 << (size - 1).bit_length() for size in inputs.v.shape[:2])
         sizes = {'B': batch, 'T': tokens, 'D': inputs.v.shape[2], 'keys': inputs.k.shape[2]}
         if self.operation.has_grid:
-            sizes['s'] = inputs[self.places[3]].shape[-1]
+            sizes['s'] = inputs[self.gradient_indices[3]].shape[-1]
         present = [name for name, here in zip(('q', 'mask', *self.operation.flags), given, strict=True) if here]
         shape = *(f'{name}={size}' for name, size in sizes.items()), inputs.v.dtype, *present
-        forms = [default, *(form for form in self.forms if form is not default and form.competes(inputs))]
+        forms = [default, *(form for form in self.forms if form is not default and form.is_candidate(inputs))]
         names = [form.name or form.backend for form in forms]
         ways = [partial(form.run_forward, inputs, False, weights) for form in forms]
         return forms[names.index(fastest(self.name, shape, dict(zip(names, ways, strict=True))))]
@@ -221,8 +222,8 @@ class Operator:
         inputs = list(args[:-1])
         if 'grid' in self.names:
             place = self.names.index('grid')
-            inputs[1], inputs[place] = fix_grid(inputs[1], inputs[place])
-        return getattr(torch.ops.aft_vision, self.name)(*inputs, keeps_sums(), args[-1])[0]
+            inputs[1], inputs[place] = grid_arguments(inputs[1], inputs[place])
+        return getattr(torch.ops.aft_vision, self.name)(*inputs, saves_for_backward(), args[-1])[0]
 
     def choose(self, backend: str, inputs: Any) -> Form:
         """Check the inputs and choose the form that runs: 'auto' is the fastest one that supports them.
@@ -380,7 +381,7 @@ class Operator:
         # The call was captured while gradients were off.
         if self.empty_saved is not None and not saved.numel() and y.numel():
             _, saved = self.forward_operator(*inputs, True, backend)
-        need_bias = any(ctx.needs_input_grad[place] for place in self.places[3:])
+        need_bias = any(ctx.needs_input_grad[place] for place in self.gradient_indices[3:])
         # Hooks of saved tensors may give back others, which the operator refuses.
         if form is not None and _shapes(y, saved, *inputs) != ctx.shapes:
             form = None
@@ -388,14 +389,14 @@ class Operator:
             results = self.backward_operator(grad, y, saved, *inputs, need_bias, backend)
         else:
             results = self.run_backward(form, grad, y, saved, self.inputs._make(inputs), need_bias)
-        for place, result in zip(self.places, results, strict=True):
+        for place, result in zip(self.gradient_indices, results, strict=True):
             if ctx.needs_input_grad[place]:
                 found[place] = result
         return tuple(found)
 
     def differentiate_forward(self, ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
         inputs = self.inputs._make(_restored(ctx)[2])
-        along = {field: tangents[place] for field, place in zip(self.gradients, self.places, strict=True)}
+        along = {field: tangents[place] for field, place in zip(self.gradients, self.gradient_indices, strict=True)}
         with without_autocast(inputs.k.device.type):
             return tangent.forward_tangent(self.forward_operator, self.operation, inputs, along, ctx.how), None
 
@@ -439,7 +440,7 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     if _needs_dispatcher((bias, v)):
         return None
     inputs = weights.inputs(bias, v)
-    if not any(form.takes_weights and (form.supports(inputs) or form.competes(inputs)) for form in operation.forms):
+    if not any(form.takes_weights and (form.supports(inputs) or form.is_candidate(inputs)) for form in operation.forms):
         return None
     with without_autocast('cpu'):
         return weights.make(bias.detach(), v)

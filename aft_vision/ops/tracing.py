@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def keeps_sums() -> bool:
+def saves_for_backward() -> bool:
     """Return whether an operator saves tensors for its backward.
 
     A trace does not save them: it is checked, saved and run without gradients. A backward through it recomputes them.
@@ -15,7 +15,7 @@ def keeps_sums() -> bool:
     return torch.is_grad_enabled() and not torch.jit.is_tracing()
 
 
-def fix_grid(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
+def grid_arguments(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
     """Return the keys and the grid (H, W) as arguments of an operator.
 
     A trace turns sizes into tensors, which an operator does not accept in a list. So a trace is for one grid, and its
@@ -23,11 +23,11 @@ def fix_grid(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
     """
     if torch.jit.is_scripting() or not torch.jit.is_tracing():
         return k, [grid[0], grid[1]]
-    return _fix_traced_grid(k, grid)
+    return _traced_grid(k, grid)
 
 
 @torch.jit.unused
-def _fix_traced_grid(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
+def _traced_grid(k: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[int]]:
     sizes = [int(grid[0]), int(grid[1])]
     if any(isinstance(size, Tensor) for size in grid):
         k = _grid_check()(k, *(x if isinstance(x, Tensor) else torch.tensor(x) for x in grid), *sizes)

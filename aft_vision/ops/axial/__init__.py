@@ -9,7 +9,7 @@ from aft_vision.ops.axial import aten, cpp, eager
 from aft_vision.ops.axial.eager import AxialInputs
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import check_heads
-from aft_vision.ops.declaration import BiasIndex, Form, Operation, Shape, deferred
+from aft_vision.ops.declaration import BiasIndex, Form, Operation, Shape, lazy_function
 from aft_vision.ops.operator import register, triton_form
 
 
@@ -59,7 +59,7 @@ AXIAL = register(
         bias_index=_index,
         graph=aten.aft_axial,
         products=lambda x: (sum(x.grid), False),
-        reference=deferred('reference', 'aft_axial'),
+        reference=lazy_function('reference', 'aft_axial'),
         draw=_draw,
     )
 )

@@ -268,13 +268,13 @@ int forward(const Inputs &in, const Stream &out, const Stream &den, float least,
 // Buffers that the phases of the backward share: for each token and head (padded), and for each token and channel.
 struct Shared {
   std::vector<float> keys, d_keys, targets;  // e^k; the gradient at keys, then of e^k; at values
-  std::vector<float> d_rows, d_columns;      // gradients of the tables, (parts, 2L - 1, padded heads)
+  std::vector<float> d_rows, d_columns;      // gradients of the tables, (slices, 2L - 1, padded heads)
 };
 
 class Backward {
  public:
   Backward(const Inputs &inputs, const Stream &grad, const Stream &y, const Stream &den, const Stream &dq,
-           const Stream &dk, const Stream &dv, int64_t parts, bool need_bias)
+           const Stream &dk, const Stream &dv, int64_t slices, bool need_bias)
       : in(inputs),
         s(inputs.s),
         grad(grad),
@@ -283,14 +283,14 @@ class Backward {
         dq(dq),
         dk(dk),
         dv(dv),
-        parts(parts),
+        slices(slices),
         need_bias(need_bias) {
     const int64_t padded = s.padded_heads();
     shared.keys.resize(s.batch * s.tokens() * padded + LANES);
     shared.d_keys.resize(shared.keys.size());
     shared.targets.resize(s.batch * s.tokens() * s.padded_channels());
-    shared.d_rows.resize(need_bias ? parts * (2 * s.height - 1) * padded : 0);
-    shared.d_columns.resize(need_bias ? parts * (2 * s.width - 1) * padded : 0);
+    shared.d_rows.resize(need_bias ? slices * (2 * s.height - 1) * padded : 0);
+    shared.d_columns.resize(need_bias ? slices * (2 * s.width - 1) * padded : 0);
   }
 
   int run(float least, int threads) {
@@ -309,12 +309,12 @@ class Backward {
         for (int64_t t = 0; t < s.tokens(); ++t)
           region.run([&] { good = good && spread(b, t, least, inverse.data()); });
 #pragma omp for collapse(2)
-      for (int64_t part = 0; part < parts; ++part)
+      for (int64_t slice = 0; slice < slices; ++slice)
         for (int64_t block = 0; block < s.head_blocks(); ++block)
-          region.run([&] { mix_keys(part, block * LANES, maps); });
+          region.run([&] { mix_keys(slice, block * LANES, maps); });
 #pragma omp for collapse(2)
-      for (int64_t part = 0; part < parts; ++part)
-        for (int64_t unit = 0; unit < s.units(); ++unit) region.run([&] { mix_values(part, unit * s.unit(), maps); });
+      for (int64_t slice = 0; slice < slices; ++slice)
+        for (int64_t unit = 0; unit < s.units(); ++unit) region.run([&] { mix_values(slice, unit * s.unit(), maps); });
     }
     region.finish();
     return good;
@@ -329,7 +329,7 @@ class Backward {
         const int64_t row = i - bias.reach + bias.length;
         float sum = 0;
         if (row >= 0 && row < rows)
-          for (int64_t part = 0; part < parts; ++part) sum += d_table[(part * rows + row) * padded + head];
+          for (int64_t slice = 0; slice < slices; ++slice) sum += d_table[(slice * rows + row) * padded + head];
         out[head * (2 * bias.reach - 1) + i] = sum ? sum * table[row * padded + head] : 0.0f;
       }
   }
@@ -359,12 +359,12 @@ class Backward {
     return good;
   }
 
-  // The gradients that the sequences of a part and a block of heads get through the denominators.
-  void mix_keys(int64_t part, int64_t first, std::vector<Vec> *maps) {
+  // The gradients that the sequences of a slice and a block of heads get through the denominators.
+  void mix_keys(int64_t slice, int64_t first, std::vector<Vec> *maps) {
     Vec *e = maps[0].data(), *target = maps[1].data(), *d_key = maps[4].data();
     const Weights weights(s, Heads(first, 1, s.heads), in.tables);
     TableGrads grads(*this);
-    for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
+    for (int64_t b = slice * s.batch / slices; b < (slice + 1) * s.batch / slices; ++b) {
       exponentials(s, in.k, in.mask, b, first, e);
       float *keys = &shared.keys[b * s.tokens() * s.padded_heads() + first];
       float *d_keys = &shared.d_keys[b * s.tokens() * s.padded_heads() + first];
@@ -375,21 +375,21 @@ class Backward {
       transpose(weights, target, e, maps[2].data(), maps[3].data(), d_key, grads);
       for (int64_t t = 0; t < s.tokens(); ++t) store(d_keys + t * s.padded_heads(), d_key[t], LANES);
     }
-    grads.add_to(part, Heads(first, 1, s.heads), rest(s.heads, first));
+    grads.add_to(slice, Heads(first, 1, s.heads), rest(s.heads, first));
   }
 
   // The gradients of v and k of some heads from `first_head` on.
-  void mix_values(int64_t part, int64_t first_head, std::vector<Vec> *maps) {
+  void mix_values(int64_t slice, int64_t first_head, std::vector<Vec> *maps) {
     const int64_t last_head = std::min(s.heads, first_head + s.unit());
     for (int64_t first = first_head * s.each(); first < last_head * s.each(); first += LANES) {
       const Heads heads(first, s.each(), s.heads);
       const Weights weights(s, heads, in.tables);
       TableGrads grads(*this);
-      for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b)
+      for (int64_t b = slice * s.batch / slices; b < (slice + 1) * s.batch / slices; ++b)
         mix_block(b, first, heads, weights, grads, maps);
-      grads.add_to(part, heads, rest(s.channels, first));
+      grads.add_to(slice, heads, rest(s.channels, first));
     }
-    for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b)
+    for (int64_t b = slice * s.batch / slices; b < (slice + 1) * s.batch / slices; ++b)
       for (int64_t t = 0; t < s.tokens(); ++t) {
         const int64_t row = (b * s.tokens() + t) * s.padded_heads();
         for (int64_t first = first_head; first < last_head; first += LANES) {
@@ -430,13 +430,13 @@ class Backward {
       columns.resize(2 * all.s.width - 1);
     }
 
-    // Add them to those of the heads of a part, which no other thread has.
-    void add_to(int64_t part, const Heads &heads, int lanes) const {
+    // Add them to those of the heads of a slice, which no other thread has.
+    void add_to(int64_t slice, const Heads &heads, int lanes) const {
       const int64_t padded = all.s.padded_heads();
       for (size_t i = 0; i < rows.size(); ++i)
-        heads.add(&all.shared.d_rows[(part * rows.size() + i) * padded], rows[i], lanes);
+        heads.add(&all.shared.d_rows[(slice * rows.size() + i) * padded], rows[i], lanes);
       for (size_t i = 0; i < columns.size(); ++i)
-        heads.add(&all.shared.d_columns[(part * columns.size() + i) * padded], columns[i], lanes);
+        heads.add(&all.shared.d_columns[(slice * columns.size() + i) * padded], columns[i], lanes);
     }
   };
 
@@ -454,7 +454,7 @@ class Backward {
   const Inputs &in;
   const Shape &s;
   const Stream &grad, &y, &den, &dq, &dk, &dv;
-  const int64_t parts;
+  const int64_t slices;
   const bool need_bias;
 };
 
@@ -512,9 +512,9 @@ int aft_axial_backward(const BackwardCall *packed, float least, int threads) {
   return guarded([&] {
     const auto &[inputs, grad, y, den, dq, dk, dv, d_row_bias, d_column_bias] = *packed;
     const Call call(inputs);
-    // Enough parts that the threads end together.
-    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(call.s.batch, (4 * threads - 1) / call.s.units() + 1));
-    Backward backward(call.in, grad, y, den, dq, dk, dv, parts, d_row_bias);
+    // Enough slices that the threads end together.
+    const int64_t slices = std::max<int64_t>(1, std::min<int64_t>(call.s.batch, (4 * threads - 1) / call.s.units() + 1));
+    Backward backward(call.in, grad, y, den, dq, dk, dv, slices, d_row_bias);
     const int good = backward.run(least, threads);
     if (d_row_bias) {
       backward.write_bias_grad(backward.shared.d_rows, call.in.tables.rows, call.row_bias, d_row_bias);

@@ -2,7 +2,7 @@
 
 A line is what the grid has along one axis: a row of the grid along columns. A tile of columns has BC / GROUP lines of
 GROUP columns each: GROUP - 1 channels of a head, weighted by the exponentials of its keys, and these exponentials.
-Between two products they lie in a workspace (heads, parts, B T, GROUP). C is the number of channels of a head, BLOCK
+Between two products they lie in a workspace (heads, groups, B T, GROUP). C is the number of channels of a head, BLOCK
 the number of tokens of a line in a tile.
 """
 
@@ -19,19 +19,19 @@ INTERPRETED_TILE = {'BC': 32}
 
 
 @triton.jit
-def find_channels(part, C, GROUP: tl.constexpr):
+def find_channels(group, C, GROUP: tl.constexpr):
     """Return the channels of the rows of a group; the last row, of the key, has an index beyond all of them."""
     row = tl.arange(0, GROUP)
-    return tl.where(row < GROUP - 1, part * (GROUP - 1) + row, C).to(tl.int64)
+    return tl.where(row < GROUP - 1, group * (GROUP - 1) + row, C).to(tl.int64)
 
 
 @triton.jit
-def find_tile(axis, parts, GROUP: tl.constexpr, BLOCK: tl.constexpr, BC: tl.constexpr):
-    """Return the part of a head, the head, the lines and the first token of a program."""
+def find_tile(axis, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, BC: tl.constexpr):
+    """Return the group of a head, the head, the lines and the first token of a program."""
     tiles = tl.cdiv(axis.length, BLOCK)
-    first = tl.program_id(0) // parts // tiles * (BC // GROUP)
-    token = tl.program_id(0) // parts % tiles * BLOCK
-    return tl.program_id(0) % parts, tl.program_id(1).to(tl.int64), first + tl.arange(0, BC // GROUP), token
+    first = tl.program_id(0) // groups // tiles * (BC // GROUP)
+    token = tl.program_id(0) // groups % tiles * BLOCK
+    return tl.program_id(0) % groups, tl.program_id(1).to(tl.int64), first + tl.arange(0, BC // GROUP), token
 
 
 @triton.jit
@@ -75,9 +75,9 @@ def load_sources(K, V, MASK, PEAK, k_strides, v_strides, head, b, t, c, inside, 
 
 
 @triton.jit
-def find_place(head, part, parts, b, t, B, T, GROUP: tl.constexpr):
+def find_place(head, group, groups, b, t, B, T, GROUP: tl.constexpr):
     """Return the places of columns (tokens, lines, GROUP) in a workspace."""
-    row = ((head * parts + part) * B + b) * T + t
+    row = ((head * groups + group) * B + b) * T + t
     return row[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
 
 
@@ -94,7 +94,7 @@ def mark_underflowed(UNDERFLOWED, den, PEAK, head, b, inside, heads):
 def store_means(
     sums, Q, Y, DEN, UNDERFLOWED, PEAK, q_strides, y_strides, head, b, t, c, inside, T, heads, C, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Write y from sums (tokens, lines, GROUP), and the denominators if DEN is given; every part writes the same."""
+    """Write y from sums (tokens, lines, GROUP), and the denominators if DEN is given; every group writes the same."""
     is_key = (tl.arange(0, GROUP) == GROUP - 1)[None, None, :]
     den = tl.sum(tl.where(is_key, sums, 0.0), 2)
     mark_underflowed(UNDERFLOWED, den, PEAK, head, b, inside, heads)
@@ -109,13 +109,13 @@ def store_means(
 @tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def columns_kernel(
-    K, V, MASK, PEAK, W, X, OUT, B, T, heads, C, parts, axis, k_strides, v_strides,
+    K, V, MASK, PEAK, W, X, OUT, B, T, heads, C, groups, axis, k_strides, v_strides,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the product of the sources along columns, and write the sources if X is given."""
-    part, head, n, first = find_tile(axis, parts, GROUP, BLOCK, BC)
-    c = find_channels(part, C, GROUP)
+    group, head, n, first = find_tile(axis, groups, GROUP, BLOCK, BC)
+    c = find_channels(group, C, GROUP)
     target = first + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK, BC], tl.float32)
     for start in range(0, axis.length, BLOCK):
@@ -126,48 +126,48 @@ def columns_kernel(
         if X is not None:
             # The first of the programs that read these sources.
             own = inside & (0 * n == first)[None, :]
-            tl.store(X + find_place(head, part, parts, b, t, B, T, GROUP), x, mask=own[:, :, None])
+            tl.store(X + find_place(head, group, groups, b, t, B, T, GROUP), x, mask=own[:, :, None])
         w = load_weights(W, head, target[:, None], s[None, :], axis.length)
         sums = tl.dot(w, tl.reshape(x, [BLOCK, BC]), sums, input_precision=PRECISION)
     b, t, inside = find_tokens(axis, n, target, B)
-    place = find_place(head, part, parts, b, t, B, T, GROUP)
+    place = find_place(head, group, groups, b, t, B, T, GROUP)
     tl.store(OUT + place, tl.reshape(sums, [BLOCK, BC // GROUP, GROUP]), mask=inside[:, :, None])
 
 
 @tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def rows_kernel(
-    Q, HALFWAY, PEAK, W, Y, DEN, UNDERFLOWED, B, T, heads, C, parts, axis, q_strides, y_strides,
+    Q, HALFWAY, PEAK, W, Y, DEN, UNDERFLOWED, B, T, heads, C, groups, axis, q_strides, y_strides,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
     """Compute y from the product along columns, and the denominators if DEN is given."""
-    part, head, n, first = find_tile(axis, parts, GROUP, BLOCK, BC)
+    group, head, n, first = find_tile(axis, groups, GROUP, BLOCK, BC)
     target = first + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK, BC], tl.float32)
     for start in range(0, axis.length, BLOCK):
         s = start + tl.arange(0, BLOCK)
         b, t, inside = find_tokens(axis, n, s, B)
-        place = find_place(head, part, parts, b, t, B, T, GROUP)
+        place = find_place(head, group, groups, b, t, B, T, GROUP)
         x = tl.load(HALFWAY + place, mask=inside[:, :, None], other=0.0)
         w = load_weights(W, head, target[:, None], s[None, :], axis.length)
         sums = tl.dot(w, tl.reshape(x, [BLOCK, BC]), sums, input_precision=PRECISION)
     b, t, inside = find_tokens(axis, n, target, B)
-    c, sums = find_channels(part, C, GROUP), tl.reshape(sums, [BLOCK, BC // GROUP, GROUP])
+    c, sums = find_channels(group, C, GROUP), tl.reshape(sums, [BLOCK, BC // GROUP, GROUP])
     store_means(sums, Q, Y, DEN, UNDERFLOWED, PEAK, q_strides, y_strides, head, b, t, c, inside, T, heads, C, GROUP)
 
 
 @tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def targets_kernel(
-    G, Y, DEN, Q, PEAK, W, DQ, R, OUT, UNDERFLOWED, B, T, heads, C, parts, axis,
+    G, Y, DEN, Q, PEAK, W, DQ, R, OUT, UNDERFLOWED, B, T, heads, C, groups, axis,
     g_strides, y_strides, q_strides, dq_strides,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the transposed product of the gradient of the sums along rows, write that if R is given, and dq."""
-    part, head, n, first = find_tile(axis, parts, GROUP, BLOCK, BC)
-    c = find_channels(part, C, GROUP)
+    group, head, n, first = find_tile(axis, groups, GROUP, BLOCK, BC)
+    c = find_channels(group, C, GROUP)
     source = first + tl.arange(0, BLOCK)
     is_key = (tl.arange(0, GROUP) == GROUP - 1)[None, None, :]
     sums = tl.zeros([BLOCK, BC], tl.float32)
@@ -187,43 +187,43 @@ def targets_kernel(
         inverse = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))[:, :, None]
         r = (tl.where(is_key, -tl.sum(gy, 2)[:, :, None], g) * inverse).to(PRODUCT)
         if R is not None:
-            tl.store(R + find_place(head, part, parts, b, t, B, T, GROUP), r, mask=own[:, :, None])
+            tl.store(R + find_place(head, group, groups, b, t, B, T, GROUP), r, mask=own[:, :, None])
         w = load_weights(W, head, i[None, :], source[:, None], axis.length)
         sums = tl.dot(w, tl.reshape(r, [BLOCK, BC]), sums, input_precision=PRECISION)
     b, t, inside = find_tokens(axis, n, source, B)
-    place = find_place(head, part, parts, b, t, B, T, GROUP)
+    place = find_place(head, group, groups, b, t, B, T, GROUP)
     tl.store(OUT + place, tl.reshape(sums, [BLOCK, BC // GROUP, GROUP]), mask=inside[:, :, None])
 
 
 @tuned(KEY, INTERPRETED_TILE, *TILES)
 @triton.jit
 def sources_kernel(
-    HALFWAY, K, V, MASK, PEAK, W, DK, DV, B, T, heads, C, parts, axis, k_strides, v_strides, dv_strides,
+    HALFWAY, K, V, MASK, PEAK, W, DK, DV, B, T, heads, C, groups, axis, k_strides, v_strides, dv_strides,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of v and, for the channels of a group, of k from the transposed product along rows."""
-    part, head, n, first = find_tile(axis, parts, GROUP, BLOCK, BC)
+    group, head, n, first = find_tile(axis, groups, GROUP, BLOCK, BC)
     source = first + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK, BC], tl.float32)
     for start in range(0, axis.length, BLOCK):
         i = start + tl.arange(0, BLOCK)
         b, t, inside = find_tokens(axis, n, i, B)
-        place = find_place(head, part, parts, b, t, B, T, GROUP)
+        place = find_place(head, group, groups, b, t, B, T, GROUP)
         r = tl.load(HALFWAY + place, mask=inside[:, :, None], other=0.0)
         w = load_weights(W, head, i[None, :], source[:, None], axis.length)
         sums = tl.dot(w, tl.reshape(r, [BLOCK, BC]), sums, input_precision=PRECISION)
     b, t, inside = find_tokens(axis, n, source, B)
-    c, sums = find_channels(part, C, GROUP), tl.reshape(sums, [BLOCK, BC // GROUP, GROUP])
+    c, sums = find_channels(group, C, GROUP), tl.reshape(sums, [BLOCK, BC // GROUP, GROUP])
     ek, v = load_sources(K, V, MASK, PEAK, k_strides, v_strides, head, b, t, c, inside, T, heads, C)
     store_channels(DV, sums * ek[:, :, None], dv_strides, head, b, t, c, inside, C)
-    tl.store(DK + ((part * B + b) * T + t) * heads + head, tl.sum(sums * v, 2) * ek, mask=inside)
+    tl.store(DK + ((group * B + b) * T + t) * heads + head, tl.sum(sums * v, 2) * ek, mask=inside)
 
 
 @tuned(KEY, INTERPRETED_TILE, ({'BC': 64}, 4), ({'BC': 128}, 4), ({'BC': 64}, 2))
 @triton.jit
 def pairs_kernel(
-    R, X, OUT, B, T, heads, C, parts, splits, axis,
+    R, X, OUT, B, T, heads, C, groups, splits, axis,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
@@ -233,12 +233,12 @@ def pairs_kernel(
     target = tl.program_id(0) // tiles % tiles * BLOCK + tl.arange(0, BLOCK)
     source = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for step in range(split, tl.cdiv(B * axis.lines, BC // GROUP) * parts, splits):
-        n = step // parts * (BC // GROUP) + tl.arange(0, BC // GROUP)
+    for step in range(split, tl.cdiv(B * axis.lines, BC // GROUP) * groups, splits):
+        n = step // groups * (BC // GROUP) + tl.arange(0, BC // GROUP)
         b, t, inside = find_tokens(axis, n, target, B)
-        r = tl.load(R + find_place(head, step % parts, parts, b, t, B, T, GROUP), mask=inside[:, :, None], other=0.0)
+        r = tl.load(R + find_place(head, step % groups, groups, b, t, B, T, GROUP), mask=inside[:, :, None], other=0.0)
         b, t, inside = find_tokens(axis, n, source, B)
-        x = tl.load(X + find_place(head, step % parts, parts, b, t, B, T, GROUP), mask=inside[:, :, None], other=0.0)
+        x = tl.load(X + find_place(head, step % groups, groups, b, t, B, T, GROUP), mask=inside[:, :, None], other=0.0)
         r, x = tl.reshape(r, [BLOCK, BC]), tl.reshape(x, [BLOCK, BC])
         sums = tl.dot(r, tl.trans(x), sums, input_precision=PRECISION)
     place = ((split * heads + head) * axis.length + target[:, None]) * axis.length + source[None, :]

@@ -68,14 +68,14 @@ class Biases(NamedTuple):
 class Layout:
     """The layout of a call's tensors in memory, and the tiles of channels and sequences.
 
-    group: rows of a sequence in a tile, the last for the key. parts: groups per head. constants: constants of the tuned
+    group: rows of a sequence in a tile, the last for the key. groups: of a head. constants: constants of the tuned
     kernels.
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.B, self.T, self.heads = k.shape
         self.C = v.shape[2] // self.heads
-        self.parts, self.group = self.divide(self.C)
+        self.groups, self.group = self.divide(self.C)
         self.by_channel = self.C < NEIGHBOURS
         self.constants = {'GROUP': self.group, 'ROWS': min(128, max(32, triton.next_power_of_2(self.B * self.group)))}
 
@@ -116,23 +116,23 @@ class _Call:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return B, T, h, the channels of a head and the parts that they have."""
+        """Return B, T, h, the channels of a head and the groups that they have."""
         layout = self.layout
-        return layout.B, layout.T, layout.heads, layout.C, layout.parts
+        return layout.B, layout.T, layout.heads, layout.C, layout.groups
 
     def workspace(self) -> Tensor:
-        """Return a buffer for the columns of all sequences, (h, parts, B T, GROUP)."""
+        """Return a buffer for the columns of all sequences, (h, groups, B T, GROUP)."""
         layout = self.layout
-        shape = layout.heads, layout.parts, layout.B * layout.T, layout.group
+        shape = layout.heads, layout.groups, layout.B * layout.T, layout.group
         return torch.empty(shape, dtype=self.product, device=self.underflowed.device)
 
     def run(self, kernel: Any, tensors: tuple[Any, ...], axis: Axis, *steps: tuple[int, ...]) -> None:
-        """Launch a kernel over tiles of lines, parts and heads."""
+        """Launch a kernel over tiles of lines, groups and heads."""
         layout = self.layout
 
         def programs(tile: dict[str, int]) -> tuple[int, int]:
             lines = triton.cdiv(layout.B * axis.lines, tile['BC'] // layout.group)
-            return lines * axis.tiles * layout.parts, layout.heads
+            return lines * axis.tiles * layout.groups, layout.heads
 
         constants = layout.constants | self.constants
         kernel[programs](*tensors, *self.sizes, axis, *steps, BLOCK=axis.block, **constants)
@@ -175,7 +175,7 @@ def axial_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: AxialInputs, ne
         call = _Call(inputs, torch.float32)
         layout = call.layout
         dq, dv = None if q is None else layout.like(q, q.dtype), layout.like(v, v.dtype)
-        dk = torch.empty((layout.parts, *k.shape), dtype=torch.float32, device=k.device)
+        dk = torch.empty((layout.groups, *k.shape), dtype=torch.float32, device=k.device)
         den, (grad_, y_, q_, k_, v_) = den.contiguous(), layout.arrange(grad, y, q, k, v)
         r, halfway = call.workspace() if need_bias else None, call.workspace()
         tensors: tuple[Any, ...] = grad_, y_, den, q_, call.peak, call.tables.rows, dq, r, halfway, call.underflowed
@@ -210,7 +210,7 @@ def _as_conv(inputs: AxialInputs) -> ConvInputs:
     (height, width), side = inputs.grid, max(inputs.grid)
 
     def spread(bias: Tensor, length: int) -> Tensor:
-        # Relative to the largest on the grid, which cancels, so that the sum is as exact as its parts.
+        # Relative to the largest on the grid, which cancels, so that the sum is as exact as its terms.
         wide = F.pad(bias.float(), [_margin(bias, inputs)] * 2)
         most = wide[:, side - length : side + length - 1].amax(1, keepdim=True)
         return wide - most.clamp_min(torch.finfo(torch.float32).min)

@@ -5,7 +5,7 @@ from torch import Tensor
 from aft_vision.ops.causal import eager, local_cpp, simple_cpp
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import Qkv, check_qkv
-from aft_vision.ops.declaration import BiasIndex, Form, Operation, deferred
+from aft_vision.ops.declaration import BiasIndex, Form, Operation, lazy_function
 from aft_vision.ops.full import check_full, full_index
 from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.local.band import band_index
@@ -35,7 +35,7 @@ FULL_CAUSAL = register(
         causal=True,
         biases=('bias',),
         bias_index=full_index,
-        reference=deferred('reference', 'aft_full_causal'),
+        reference=lazy_function('reference', 'aft_full_causal'),
         draw=lambda shape, draw: {'bias': draw(shape.tokens, shape.tokens)},
     )
 )
@@ -53,7 +53,7 @@ LOCAL_CAUSAL = register(
         biases=('band',),
         bias_index=_local_index,
         products=lambda x: (min(x.v[1], x.band[1]), True),
-        reference=deferred('reference', 'aft_local_causal'),
+        reference=lazy_function('reference', 'aft_local_causal'),
         draw=lambda shape, draw: {'band': draw(shape.tokens, shape.window)},
     )
 )
@@ -67,6 +67,6 @@ SIMPLE_CAUSAL = register(
             Form('eager', eager.simple_causal_forward, eager.simple_causal_backward),
         ),
         causal=True,
-        reference=deferred('reference', 'aft_simple_causal'),
+        reference=lazy_function('reference', 'aft_simple_causal'),
     )
 )

@@ -4,9 +4,9 @@ Partial sums have their largest key as reference and are merged at the larger re
 for any jump of the keys, and no later key affects an earlier token. A saved denominator is relative to the largest key
 up to its token: it is between 1 and T, or 0 if no token was seen.
 
-If there are few sequences, each is cut into parts of `length` tokens, whole tiles, which programs scan in parallel:
-PAST (B, parts, 3, D) has the sums before each part, NEXT the gradients of the sums after it. Without it there is one
-part.
+If there are few sequences, each is cut into chunks of `length` tokens, whole tiles, which programs scan in parallel:
+PAST (B, chunks, 3, D) has the sums before each chunk, NEXT the gradients of the sums after it. Without it there is one
+chunk.
 """
 
 import triton
@@ -50,27 +50,27 @@ def row(x, i, BT: tl.constexpr):
 
 
 @triton.jit
-def find_part(T, D, length, BD: tl.constexpr):
-    """Return sequence, part, channels, first token and end of the part of a program in a grid over the first three."""
-    tiles, parts = tl.cdiv(D, BD), tl.cdiv(T, length)
-    part = tl.program_id(0) // tiles % parts
-    b = (tl.program_id(0) // (tiles * parts)).to(tl.int64)
+def chunk_of_program(T, D, length, BD: tl.constexpr):
+    """Return sequence, chunk, channels, first token and end of a program in a grid over the first three."""
+    tiles, chunks = tl.cdiv(D, BD), tl.cdiv(T, length)
+    chunk = tl.program_id(0) // tiles % chunks
+    b = (tl.program_id(0) // (tiles * chunks)).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
-    return b, part, c, part * length, tl.minimum(part * length + length, T)
+    return b, chunk, c, chunk * length, tl.minimum(chunk * length + length, T)
 
 
 @triton.jit
-def load_sums(SUMS, b, part, c, parts, D):
-    """Load the reference and the two sums of a part."""
-    place = SUMS + (b * parts + part) * 3 * D + c
+def load_sums(SUMS, b, chunk, c, chunks, D):
+    """Load the reference and the two sums of a chunk."""
+    place = SUMS + (b * chunks + chunk) * 3 * D + c
     reference = tl.load(place, mask=c < D, other=0.0)
     return reference, tl.load(place + D, mask=c < D, other=0.0), tl.load(place + 2 * D, mask=c < D, other=0.0)
 
 
 @triton.jit
-def store_sums(SUMS, reference, den, num, b, part, c, parts, D):
-    """Store the reference and the two sums of a part."""
-    place = SUMS + (b * parts + part) * 3 * D + c
+def store_sums(SUMS, reference, den, num, b, chunk, c, chunks, D):
+    """Store the reference and the two sums of a chunk."""
+    place = SUMS + (b * chunks + chunk) * 3 * D + c
     tl.store(place, reference, mask=c < D)
     tl.store(place + D, den, mask=c < D)
     tl.store(place + 2 * D, num, mask=c < D)
@@ -78,8 +78,8 @@ def store_sums(SUMS, reference, den, num, b, part, c, parts, D):
 
 @triton.jit
 def summary_kernel(K, V, MASK, PAST, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
-    """Store the largest key and the sums of each part; strides are those of q, k and v."""
-    b, part, c, first, end = find_part(T, D, length, BD)
+    """Store the largest key and the sums of each chunk; strides are those of q, k and v."""
+    b, chunk, c, first, end = chunk_of_program(T, D, length, BD)
     peak = tl.full([BD], MIN_FLOAT32, tl.float32)
     num = tl.zeros([BD], tl.float32)
     den = tl.zeros([BD], tl.float32)
@@ -93,22 +93,22 @@ def summary_kernel(K, V, MASK, PAST, T, D, length, strides, BT: tl.constexpr, BD
         num = num * scale + tl.sum(ek * v, 0)
         den = den * scale + tl.sum(ek, 0)
         peak = new
-    store_sums(PAST, peak, den, num, b, part, c, tl.cdiv(T, length), D)
+    store_sums(PAST, peak, den, num, b, chunk, c, tl.cdiv(T, length), D)
 
 
 @triton.jit
-def scan_kernel(SUMS, D, parts, REVERSE: tl.constexpr, BD: tl.constexpr):
-    """Scan the sums of each part to the sums of the parts before it, or after it for gradients."""
+def scan_kernel(SUMS, D, chunks, REVERSE: tl.constexpr, BD: tl.constexpr):
+    """Scan the sums of each chunk to the sums of the chunks before it, or after it for gradients."""
     tiles = tl.cdiv(D, BD)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     c = (tl.program_id(0) % tiles) * BD + tl.arange(0, BD)
     reference = tl.full([BD], -MIN_FLOAT32 if REVERSE else MIN_FLOAT32, tl.float32)
     den = tl.zeros([BD], tl.float32)
     num = tl.zeros([BD], tl.float32)
-    for i in range(0, parts):
-        part = parts - 1 - i if REVERSE else i
-        own, own_den, own_num = load_sums(SUMS, b, part, c, parts, D)
-        store_sums(SUMS, reference, den, num, b, part, c, parts, D)
+    for i in range(0, chunks):
+        chunk = chunks - 1 - i if REVERSE else i
+        own, own_den, own_num = load_sums(SUMS, b, chunk, c, chunks, D)
+        store_sums(SUMS, reference, den, num, b, chunk, c, chunks, D)
         if REVERSE:
             reference, den, num = merge_gradients(own, own_den, own_num, reference, den, num)
         else:
@@ -119,12 +119,12 @@ def scan_kernel(SUMS, D, parts, REVERSE: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def forward_kernel(Q, K, V, MASK, PAST, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
     """Compute y, and the denominators if DEN is given; strides of q, k and v."""
-    b, part, c, first, end = find_part(T, D, length, BD)
+    b, chunk, c, first, end = chunk_of_program(T, D, length, BD)
     past_peak = tl.full([BD], MIN_FLOAT32, tl.float32)
     past_den = tl.zeros([BD], tl.float32)
     past_num = tl.zeros([BD], tl.float32)
     if PAST is not None:
-        past_peak, past_den, past_num = load_sums(PAST, b, part, c, tl.cdiv(T, length), D)
+        past_peak, past_den, past_num = load_sums(PAST, b, chunk, c, tl.cdiv(T, length), D)
     for start in range(first, end, BT):
         t = start + tl.arange(0, BT)
         k = load_keys(K, MASK, b, t, c, strides[2], strides[3], T, D)
@@ -177,8 +177,8 @@ def load_gradients(G, Y, DEN, Q, K, MASK, PEAKS, b, start, t, c, T, D, strides):
 def gradient_summary_kernel(
     G, Y, DEN, Q, K, MASK, PEAKS, NEXT, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
-    """Compute the gradients of the sums of each part, relative to the largest key up to its first token."""
-    b, part, c, first, end = find_part(T, D, length, BD)
+    """Compute the gradients of the sums of each chunk, relative to the largest key up to its first token."""
+    b, chunk, c, first, end = chunk_of_program(T, D, length, BD)
     reference = tl.full([BD], -MIN_FLOAT32, tl.float32)
     d_den = tl.zeros([BD], tl.float32)
     d_num = tl.zeros([BD], tl.float32)
@@ -189,7 +189,7 @@ def gradient_summary_kernel(
         scale = tl.exp(lowest[None, :] - peak)
         own_den, own_num = tl.sum(own_den * scale, 0), tl.sum(own_num * scale, 0)
         reference, d_den, d_num = merge_gradients(reference, d_den, d_num, lowest, own_den, own_num)
-    store_sums(NEXT, reference, d_den, d_num, b, part, c, tl.cdiv(T, length), D)
+    store_sums(NEXT, reference, d_den, d_num, b, chunk, c, tl.cdiv(T, length), D)
 
 
 @tuned(['T', 'D'], INTERPRETED_TILE, *TILES)
@@ -201,12 +201,12 @@ def backward_kernel(
 
     PEAKS: (B, 1 + groups, D), the largest key before every group.
     """
-    b, part, c, first, end = find_part(T, D, length, BD)
+    b, chunk, c, first, end = chunk_of_program(T, D, length, BD)
     next_peak = tl.full([BD], -MIN_FLOAT32, tl.float32)
     next_d_den = tl.zeros([BD], tl.float32)
     next_d_num = tl.zeros([BD], tl.float32)
     if NEXT is not None:
-        next_peak, next_d_den, next_d_num = load_sums(NEXT, b, part, c, tl.cdiv(T, length), D)
+        next_peak, next_d_den, next_d_num = load_sums(NEXT, b, chunk, c, tl.cdiv(T, length), D)
     blocks = tl.cdiv(end - first, BT)
     for block in range(0, blocks):
         start = first + (blocks - 1 - block) * BT

@@ -10,7 +10,7 @@ from aft_vision.ops.common.inputs import check_heads
 from aft_vision.ops.conv import aten, cpp, eager, onehot, window
 from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.onehot import OnehotInputs
-from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, deferred
+from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, lazy_function
 from aft_vision.ops.operator import register, triton_form
 
 
@@ -79,12 +79,12 @@ CONV = register(
                 *('cpp', window.wide_forward, cpp.conv_backward, window.supports_wide),
                 name='wide',
                 takes_weights=True,
-                competes=window.competes_wide,
+                is_candidate=window.is_wide_candidate,
             ),
             Form(
                 *('cpp', cpp.conv_forward, cpp.conv_backward, compiled.supports),
                 name='conv',
-                competes=window.competes_wide,
+                is_candidate=window.is_wide_candidate,
             ),
             triton_form(
                 *('aft_conv', 'conv.triton', 'conv_forward', 'conv_backward'),
@@ -107,7 +107,7 @@ CONV = register(
             lambda kernel, v: ConvInputs(None, v[..., : len(kernel)], v, kernel, kernel.shape[1:]),
         ),
         products=lambda x: (x.kernel[1] * x.kernel[2], x.global_context),
-        reference=deferred('reference', 'aft_conv'),
+        reference=lazy_function('reference', 'aft_conv'),
         draw=_draw_conv,
     )
 )
@@ -126,7 +126,7 @@ ONEHOT = register(
         empty_saved=None,
         graph=aten.aft_onehot,
         products=lambda x: (1, True),
-        reference=deferred('reference', 'aft_onehot'),
+        reference=lazy_function('reference', 'aft_onehot'),
         draw=_draw_onehot,
     )
 )

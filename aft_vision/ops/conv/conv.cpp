@@ -401,15 +401,15 @@ int each_group(const Inputs<Op> &in, int threads, F make) {
   return good;
 }
 
-// The gradient of the kernel from those of its tables, a part (h, stride) of each thread.
-void kernel_grad(const Shape &s, const Kernel &kernel, const float *parts, int64_t stride, int threads, float *out) {
+// The gradient of the kernel from the sums of each thread for its tables, (threads, h, stride).
+void kernel_grad(const Shape &s, const Kernel &kernel, const float *sums, int64_t stride, int threads, float *out) {
   for (int64_t head = 0; head < s.heads; ++head) {
     float *found = out + head * kernel.size * kernel.size;
     const Vec reference = splat(kernel.reference(head));
     std::fill_n(found, kernel.size * kernel.size, 0.0f);
     kernel.each_run(s, [&](int64_t tap, int count, int64_t place) {
       Vec sum{};
-      for (int i = 0; i < threads; ++i) sum += load(parts + (i * s.heads + head) * stride + place, count);
+      for (int i = 0; i < threads; ++i) sum += load(sums + (i * s.heads + head) * stride + place, count);
       store(found + tap, sum * exp_(kernel.read(head, tap, count) - reference), count);
     });
   }
@@ -471,8 +471,8 @@ int aft_conv_forward(const ForwardCall *packed, float underflow, int threads) {
   });
 }
 
-// The gradients of q, unless it is null, k, v and, unless d_kernel is null, the kernel; d_table is then, for each thread, a
-// part (h, words) of zeros, and else null. Returns 0 as above.
+// The gradients of q, unless it is null, k, v and, unless d_kernel is null, the kernel; d_table is then zeros (threads,
+// h, words), in which each thread sums, and else null. Returns 0 as above.
 int aft_conv_backward(const BackwardCall *packed, float underflow, int threads) {
   return guarded([&] {
     const BackwardCall &given = *packed;

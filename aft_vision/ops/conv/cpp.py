@@ -39,8 +39,8 @@ def conv_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: ConvInputs, need
     """Return the gradients of q, k, v and kernel."""
     kernel, d_table, d_kernel = inputs.kernel, None, None
     if need_bias:
-        parts = (torch.get_num_threads(), len(kernel), _words(inputs.grid))
-        d_table, d_kernel = torch.zeros(parts, dtype=torch.float32, device='cpu'), float_buffer(kernel.shape)
+        by_thread = (torch.get_num_threads(), len(kernel), _words(inputs.grid))
+        d_table, d_kernel = torch.zeros(by_thread, dtype=torch.float32, device='cpu'), float_buffer(kernel.shape)
     keep_alive: list[Tensor] = []
     found = run_backward('conv', (grad, y, den), inputs, _call(inputs, keep_alive), keep_alive, (d_table, d_kernel))
     if found is None:

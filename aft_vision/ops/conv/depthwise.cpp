@@ -217,11 +217,11 @@ int forward(const ForwardCall &call, float underflow, int threads) {
   return good;
 }
 
-// Each of `parts` sums its share of the batch. `grad_taps` is scratch for the gradients of the taps, (parts, size, size,
-// D), and `grad_bias` has the shape of the bias; null if nobody asks for the gradient of the bias.
+// The batch is cut into `slices`, which threads take. `grad_taps` is a buffer for the gradients of the taps that each sums,
+// (slices, size, size, D), and `grad_bias` has the shape of the bias; null if nobody asks for the gradient of the bias.
 struct BackwardCall {
   Inputs in;
-  int64_t parts;
+  int64_t slices;
   Stream grad, y, den, dq, dk, dv;
   float *grad_taps, *grad_bias;
 };
@@ -230,7 +230,7 @@ template <typename Taps>
 int backward(const BackwardCall &call, float underflow, int threads) {
   const Inputs &in = call.in;
   const Shape &s = in.s;
-  const int64_t square = s.size * s.size, parts = call.parts;
+  const int64_t square = s.size * s.size, slices = call.slices;
   int good = 1;
   Region region;
 #pragma omp parallel num_threads(threads) reduction(&& : good)
@@ -244,12 +244,12 @@ int backward(const BackwardCall &call, float underflow, int threads) {
       denominators.resize(call.den.data ? 0 : s.tokens());
     });
 #pragma omp for collapse(2)
-    for (int64_t part = 0; part < parts; ++part)
+    for (int64_t slice = 0; slice < slices; ++slice)
       for (int64_t index = 0; index < s.blocks(); ++index) region.run([&] {
         Block<Taps> block(in, maps, index);
         block.taps.flip();
         std::fill(d_taps.begin(), d_taps.end(), Vec{});
-        for (int64_t b = part * s.batch / parts; b < (part + 1) * s.batch / parts; ++b) {
+        for (int64_t b = slice * s.batch / slices; b < (slice + 1) * s.batch / slices; ++b) {
           block.exponentials(in, b);
           if (!call.den.data) {
             std::fill(denominators.begin(), denominators.end(), block.outside * block.key_sum + block.fill);
@@ -296,7 +296,7 @@ int backward(const BackwardCall &call, float underflow, int threads) {
         }
         if (call.grad_taps)
           for (int64_t i = 0; i < square; ++i)
-            store(call.grad_taps + (part * square + i) * s.channels + block.first, d_taps[i], block.lanes);
+            store(call.grad_taps + (slice * square + i) * s.channels + block.first, d_taps[i], block.lanes);
       });
   }
   region.finish();
@@ -315,8 +315,8 @@ void bias_grad(const BackwardCall &call, int threads) {
     for (int64_t c = 0; c < s.channels; c += LANES) {
       const int lanes = rest(s.channels, c);
       Vec sum{};
-      for (int64_t part = 0; part < call.parts; ++part)
-        sum += load(call.grad_taps + (part * taps + i) * s.channels + c, lanes);
+      for (int64_t slice = 0; slice < call.slices; ++slice)
+        sum += load(call.grad_taps + (slice * taps + i) * s.channels + c, lanes);
       sum *= load(weights.tap(i, s.size) + c, lanes);
       for (int lane = 0; lane < lanes; ++lane) to[(c + lane) * side * side] = sum[lane];
     }

@@ -58,7 +58,7 @@ def supports_wide(inputs: ConvInputs) -> bool:
     return narrow or (inputs.v.shape[0] == 1 and inputs.kernel.shape[1] <= max(inputs.grid))
 
 
-def competes_wide(inputs: ConvInputs) -> bool:
+def is_wide_candidate(inputs: ConvInputs) -> bool:
     """Return whether heads of several channels have weights outside the window too."""
     return inputs.k.shape[2] < inputs.v.shape[2] and inputs.global_context and supports(inputs)
 
@@ -131,12 +131,12 @@ def _backward(
 ) -> tuple[Tensor, ...] | None:
     # Gradients of q, k, v and the bias from grad, y and the denominators, if there are; None where digits are lost.
     q, k, v = inputs.q, inputs.k, inputs.v
-    parts, d_taps, d_bias = _parts(v), None, None
+    slices, d_taps, d_bias = _batch_slices(v), None, None
     if need_bias:
-        d_taps = float_buffer(parts * _window_size(bias, inputs.grid) ** 2 * v.shape[2])
+        d_taps = float_buffer(slices * _window_size(bias, inputs.grid) ** 2 * v.shape[2])
         d_bias = float_buffer(bias.shape)
     keep_alive: list[Tensor] = []
-    fields = *_call(inputs, bias, offset, keep_alive), parts
+    fields = *_call(inputs, bias, offset, keep_alive), slices
     found = run_backward('depthwise', results, inputs, fields, keep_alive, (d_taps, d_bias))
     return None if found is None else cast((*found, d_bias), (q, k, v, bias), k)
 
@@ -179,7 +179,7 @@ def _window_size(bias: Tensor, grid: Sequence[int]) -> int:
     return min(bias.shape[-1], 2 * max(grid) - 1)
 
 
-def _parts(v: Tensor) -> int:
-    # Return the number of parts of a batch, so that all threads have work.
+def _batch_slices(v: Tensor) -> int:
+    # The number of slices of a batch, each with a buffer for its sums, so that all threads have work.
     blocks = -(-v.shape[2] // LANES)
     return max(1, min(len(v), -(-BLOCKS_PER_THREAD * torch.get_num_threads() // blocks)))

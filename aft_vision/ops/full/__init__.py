@@ -5,7 +5,7 @@ from torch import Tensor
 
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import check_qkv
-from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, deferred
+from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, lazy_function
 from aft_vision.ops.full import aten, cpp, eager
 from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.operator import register, triton_form
@@ -36,7 +36,7 @@ FULL = register(
                 Shape(B=2, grid=(13, 20), D=48, channels=1, window=1),
             ),
             # Torch multiplies by the library that is made for the processor.
-            Form('eager', eager.full_forward, eager.full_backward, competes=lambda inputs: inputs.v.is_cpu),
+            Form('eager', eager.full_forward, eager.full_backward, is_candidate=lambda inputs: inputs.v.is_cpu),
         ),
         check=check_full,
         biases=('bias',),
@@ -45,7 +45,7 @@ FULL = register(
         weights=BiasWeights(
             ('T', 'T'), cpp.bias_weights, cpp.weights_layout, lambda bias, v: FullInputs(None, v, v, bias)
         ),
-        reference=deferred('reference', 'aft_full'),
+        reference=lazy_function('reference', 'aft_full'),
         draw=lambda shape, draw: {'bias': draw(shape.tokens, shape.tokens)},
     )
 )

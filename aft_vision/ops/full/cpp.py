@@ -27,7 +27,7 @@ from aft_vision.ops.common.cpp import (
 from aft_vision.ops.full import eager as full
 from aft_vision.ops.full.eager import FullInputs
 
-# Elements of the gradient of the weights, which each thread sums for its own part.
+# Elements of the gradient of the weights, which each thread sums in a buffer of its own.
 MAX_ELEMENTS = 1 << 27
 
 
@@ -70,10 +70,10 @@ def full_forward(inputs: FullInputs, save: bool, weights: Tensor | None = None) 
 def full_backward(grad: Tensor, y: Tensor, den: Tensor, inputs: FullInputs, need_bias: bool) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and bias."""
     bias, count = inputs.bias, inputs.v.shape[1]
-    parts = (torch.get_num_threads() if need_bias else 0, count, whole_vectors(count))
-    if math.prod(parts) > MAX_ELEMENTS:
+    by_thread = (torch.get_num_threads() if need_bias else 0, count, whole_vectors(count))
+    if math.prod(by_thread) > MAX_ELEMENTS:
         return full.full_backward(grad, y, den, inputs, need_bias)
-    d_weights = torch.zeros(parts, dtype=torch.float32, device=CPU) if need_bias else None
+    d_weights = torch.zeros(by_thread, dtype=torch.float32, device=CPU) if need_bias else None
     d_bias = float_buffer(bias.shape) if need_bias else None
     keep_alive: list[Tensor] = []
     fields = _call(inputs, None, keep_alive)

@@ -381,8 +381,8 @@ void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op
   }
 }
 
-// The gradient (T, T) of the bias from those of its weights, a part (T, T in whole vectors) of each thread.
-void bias_grad(const float *bias, int64_t tokens, const float *parts, int threads, float *out) {
+// The gradient (T, T) of the bias from the sums of each thread for its weights, (threads, T, T in whole vectors).
+void bias_grad(const float *bias, int64_t tokens, const float *sums, int threads, float *out) {
   const int64_t width = (tokens + LANES - 1) / LANES * LANES;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t t = 0; t < tokens; ++t) {
@@ -390,7 +390,7 @@ void bias_grad(const float *bias, int64_t tokens, const float *parts, int thread
     for (int64_t s = 0; s < tokens; s += LANES) {
       const int lanes = rest(tokens, s);
       Vec sum{};
-      for (int i = 0; i < threads; ++i) sum += load(parts + (i * tokens + t) * width + s, LANES);
+      for (int i = 0; i < threads; ++i) sum += load(sums + (i * tokens + t) * width + s, LANES);
       store(out + t * tokens + s, sum * exp_(load(row + s, lanes) - peak), lanes);
     }
   }
@@ -480,8 +480,8 @@ int aft_full_forward(const ForwardCall *packed, float underflow, int threads) {
   });
 }
 
-// The gradients of q, unless it is null, k, v and, unless d_bias is null, the bias; d_weights is then, for each thread, a
-// part (T, T in whole vectors) of zeros, and else null. Returns 0 as above.
+// The gradients of q, unless it is null, k, v and, unless d_bias is null, the bias; d_weights is then zeros (threads,
+// T, T in whole vectors), in which each thread sums, and else null. Returns 0 as above.
 int aft_full_backward(const BackwardCall *packed, float underflow, int threads) {
   return guarded([&] {
     const auto &[call, grad, y, den, dq, dk, dv, d_weights, d_bias] = *packed;

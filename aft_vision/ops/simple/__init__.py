@@ -1,7 +1,7 @@
 """AFT-simple: no position bias (AFT Eq. 5)."""
 
 from aft_vision.ops.common.inputs import Qkv, empty_context
-from aft_vision.ops.declaration import Form, Operation, deferred
+from aft_vision.ops.declaration import Form, Operation, lazy_function
 from aft_vision.ops.operator import register, triton_form
 from aft_vision.ops.simple import aten, eager
 
@@ -15,6 +15,6 @@ SIMPLE = register(
         ),
         empty_saved=empty_context,
         graph=aten.aft_simple,
-        reference=deferred('reference', 'aft_simple'),
+        reference=lazy_function('reference', 'aft_simple'),
     )
 )

@@ -1,4 +1,4 @@
-"""AFT-simple up to each token in Triton: parts of a sequence, and that no token hears of later ones."""
+"""AFT-simple up to each token in Triton: chunks of a sequence, and that no token hears of later ones."""
 
 from functools import partial
 
@@ -21,18 +21,18 @@ def test_tokens_before_the_first_that_counts_are_zero(triton_device: str):
 
 @pytest.fixture
 def cut(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The length of the parts that sequences are cut into: a tile of the interpreter, the largest of a GPU."""
+    """The length of the chunks that sequences are cut into: a tile of the interpreter, the largest of a GPU."""
     from aft_vision.ops.causal import simple_triton as simple_causal
 
     length = 64 if torch.cuda.is_available() else 16
-    monkeypatch.setattr(simple_causal, 'PART', length)
+    monkeypatch.setattr(simple_causal, 'CHUNK', length)
     monkeypatch.setitem(simple_causal.SUMMARY, 'BT', min(length, simple_causal.SUMMARY['BT']))
     assert simple_causal._cut(torch.empty(1, 2 * length + 3, 2)) == (length, 3)
     assert simple_causal._cut(torch.empty(512, 2 * length + 3, 2)) == (3 * length, 1)
     return length
 
 
-def test_parts_of_a_sequence_equal_float64(cut: int, triton_device: str):
+def test_chunks_of_a_sequence_equal_float64(cut: int, triton_device: str):
     T = 2 * cut + 3
     mask = torch.rand(2, T, generator=torch.Generator().manual_seed(3)) > 0.4
     mask[0, : cut + 1], mask[1, 2 * cut :] = False, False
@@ -41,12 +41,12 @@ def test_parts_of_a_sequence_equal_float64(cut: int, triton_device: str):
 
 
 @pytest.mark.parametrize('keys', ['plus_minus_1e4', 'last_at_200', 'climbing', 'falling'])
-def test_parts_survive_nasty_keys(keys: str, cut: int, triton_device: str):
+def test_chunks_survive_nasty_keys(keys: str, cut: int, triton_device: str):
     inputs = make_nasty(make_inputs('aft_simple_causal', 2 * cut + 3, 1, B=1), keys)
     assert_matches_reference(simple, reference.aft_simple_causal, inputs, nasty=True, device=triton_device)
 
 
-def test_a_later_part_changes_no_bit_of_an_earlier_one(cut: int, triton_device: str):
+def test_a_later_chunk_changes_no_bit_of_an_earlier_one(cut: int, triton_device: str):
     q, k, v = (x.float().to(triton_device) for x in make_qkv(B=1, T=3 * cut, D=2))
     before = simple(q, k, v)
     k[:, cut + 1 :] += 300.0

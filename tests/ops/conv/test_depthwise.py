@@ -19,7 +19,7 @@ from helpers import (
 from aft_vision import ops
 from aft_vision.ops import operator, reference
 from aft_vision.ops.common import build, cpp
-from aft_vision.ops.conv import CONV, onehot, window
+from aft_vision.ops.conv import CONV, onehot
 from aft_vision.ops.conv import eager as conv
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
@@ -45,12 +45,6 @@ def test_a_sequence_without_tokens_costs_no_second_call(monkeypatch: pytest.Monk
         monkeypatch.delattr(onehot, f'onehot_{form}')
     op, expected = (partial(getattr(module, name), mask=make_mask(3, 30)) for module in (ops, reference))
     assert_matches_reference(op, expected, make_inputs(name, (6, 5), 66, 3, B=3))
-
-
-def test_a_batch_cut_into_parts_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch):
-    inputs = make_inputs('aft_conv', (5, 7), 66, 3, B=5)
-    monkeypatch.setattr(window, '_parts', lambda v: 3)
-    assert_matches_reference(ops.aft_conv, reference.aft_conv, inputs)
 
 
 @pytest.mark.parametrize('name', ['q', 'v', 'kernel', 'mask'])
