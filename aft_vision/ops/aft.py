@@ -168,7 +168,7 @@ def aft_conv(
         grid: (H, W), in tokens.
         mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
         global_context: False gives sources outside the window no weight (the degenerate variant of Sec. 5.3).
-        backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
+        backend: 'auto', 'eager', 'cpp', or one of its forms 'depthwise', 'wide' and 'conv', 'triton' or 'aten'.
         weights: from `ops.bias_weights` for this kernel and this type of v, which a compiled kernel then reads in place
             of the kernel in a call without gradients; others of the same shape give a wrong result. Ignored otherwise.
 

@@ -61,16 +61,17 @@ class Form:
     """One way to compute an operation.
 
     Attributes:
-        backend: asks for it.
+        backend: asks for the first of its forms that supports the inputs.
         forward: computes (inputs, save): y, and the tensor saved for the backward, or None.
         backward: computes (grad, y, saved, inputs, need_bias): gradients of q, k, v and the biases, by their formulas
             (autograd is off). That of an input that is None is an empty tensor, without need_bias those of the biases.
         supports: returns whether it supports these inputs on this machine.
         check: raises an error where it should run for such inputs, and something on this machine is broken.
-        name: tells it from others of the operation with the same backend.
+        name: asks for this form alone, as a backend does; that of its backend unless another is given.
         takes_weights: its forward takes those of `BiasWeights` as a third argument, or None.
         shapes: further sizes, for which it takes other branches.
-        is_candidate: returns whether it supports these inputs, and may be the fastest form if the bias does not change.
+        is_candidate: returns whether it runs for these inputs if it is asked for by name, or measured to be the fastest
+            with a bias that does not change, even where `supports` leaves them to another form.
     """
 
     backend: str
@@ -82,6 +83,9 @@ class Form:
     takes_weights: bool = False
     shapes: tuple[Shape, ...] = ()
     is_candidate: Callable[[Any], bool] = lambda inputs: False
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.backend
 
     def run_forward(self, inputs: Any, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the forward, without autocast."""

@@ -141,6 +141,7 @@ class Operator:
         measured: the forms that `fastest` found, by sizes of the inputs.
         gradients: the names that the backward returns gradients of, in its order: q, k, v, then the biases if any.
         gradient_indices: of `gradients` in `names`.
+        candidates: the forms that a backend, or a name of a form, asks for.
         forward_operator, backward_operator: the two.
         recorded: the `torch.autograd.Function` of an ordinary call (*inputs, save, form).
     """
@@ -155,6 +156,10 @@ class Operator:
         self.names = list(operation.inputs._fields)
         self.gradients = ['q', 'k', 'v', *operation.biases]
         self.gradient_indices = [self.names.index(field) for field in self.gradients]
+        self.candidates = {
+            name: [form for form in self.forms if name in ('auto', form.backend, form.name)]
+            for name in (*BACKENDS, *(form.name for form in self.forms))
+        }
         self.measured: dict[tuple[Any, ...], Form] = {}
         choice.on_change.append(lambda: self.measured.clear())
         self.register()
@@ -205,7 +210,7 @@ class Operator:
         present = [name for name, here in zip(('q', 'mask', *self.operation.flags), given, strict=True) if here]
         shape = *(f'{name}={size}' for name, size in sizes.items()), inputs.v.dtype, *present
         forms = [default, *(form for form in self.forms if form is not default and form.is_candidate(inputs))]
-        names = [form.name or form.backend for form in forms]
+        names = [form.name for form in forms]
         ways = [partial(form.run_forward, inputs, False, weights) for form in forms]
         return forms[names.index(fastest(self.name, shape, dict(zip(names, ways, strict=True))))]
 
@@ -228,8 +233,8 @@ class Operator:
     def choose(self, backend: str, inputs: Any) -> Form:
         """Check the inputs and choose the form that runs: 'auto' is the fastest one that supports them.
 
-        A backend that was asked for and does not support them is replaced by 'eager', and one warning per operator
-        says so.
+        A backend, or a form by its name, that was asked for and does not support them is replaced by 'eager', and one
+        warning per operator says so.
 
         Raises:
             ValueError: shapes do not match, or there is no such backend.
@@ -239,19 +244,18 @@ class Operator:
         self.check(inputs)
         if not inputs.v.numel():
             return self.forms[-1]
-        for form in self.forms:
-            if backend in ('auto', form.backend) and form.supports(inputs):
+        for form in self.candidates[backend]:
+            if form.supports(inputs) or (form.name == backend and form.is_candidate(inputs)):
                 return form
-        for form in self.forms:
-            if backend == form.backend:
-                form.check(inputs)
+        for form in self.candidates[backend]:
+            form.check(inputs)
         _warn_once(self.name, backend)
         return self.forms[-1]
 
     def check_backend(self, backend: str) -> None:
         """Raise a ValueError if there is no such backend."""
-        if backend not in BACKENDS:
-            names = BACKENDS if self.operation.graph is None else (*BACKENDS, 'aten')
+        if backend not in self.candidates:
+            names = self.candidates if self.operation.graph is None else (*self.candidates, 'aten')
             raise ValueError(f'backend must be one of {", ".join(names)}, got {backend!r}')
 
     def run(self, form: Form, inputs: Any, save: bool) -> tuple[Tensor, Tensor]:
@@ -308,7 +312,7 @@ class Operator:
         """Run the backward of a form; nothing to compute gives zeros."""
         if grad.numel():
             return tuple([x.contiguous() for x in form.run_backward(grad, y, saved, inputs, need_bias)])
-        return tuple(x.zero_() for x in self.backward_fake(grad, y, saved, *inputs, need_bias, form.backend))
+        return tuple(x.zero_() for x in self.backward_fake(grad, y, saved, *inputs, need_bias, form.name))
 
     def check_results(self, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any) -> None:
         """Raise a ValueError unless grad, y and saved are as the forward of these inputs gives them."""
@@ -377,7 +381,7 @@ class Operator:
             return tuple(found)
         y, saved, inputs = _restored(ctx)
         # The form of an ordinary call, or the backend of one in a graph.
-        form, backend = (ctx.how, ctx.how.backend) if isinstance(ctx.how, Form) else (None, ctx.how)
+        form, backend = (ctx.how, ctx.how.name) if isinstance(ctx.how, Form) else (None, ctx.how)
         # The call was captured while gradients were off.
         if self.empty_saved is not None and not saved.numel() and y.numel():
             _, saved = self.forward_operator(*inputs, True, backend)

@@ -5,6 +5,7 @@ Values are those of the torch forms; those of the kernels are in `common/test_ke
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ from aft_vision import ops
 from aft_vision.ops import reference
 from aft_vision.ops.causal import eager
 from aft_vision.ops.decode import eager as decode
-from aft_vision.ops.decode import step as decode_step
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAMES = ['aft_full_causal', 'aft_local_causal', 'aft_simple_causal']
@@ -209,17 +209,15 @@ def test_a_key_of_minus_infinity_counts_for_nothing_whatever_its_value(name: str
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize('form', ['eager', 'cpp'])
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
 @pytest.mark.parametrize('name', NAMES[1:])
-def test_a_step_with_a_key_of_minus_infinity_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, name: str, form: str):
-    if form == 'eager':
-        monkeypatch.setattr(decode_step, 'step_kernels', lambda *_: None)
+def test_a_step_with_a_key_of_minus_infinity_counts_for_nothing(name: str, backend: str):
     inputs = plain(make_inputs(name, 12, s=4))
     inputs['k'][:, [0, 3, 9], 1] = -math.inf
     expected = getattr(reference, name)(**plain(inputs, torch.float64))
     inputs['v'][:, [0, 3, 9], 1] = math.nan
     for chunks in ([1] * 12, [2, 5, 1, 4]):
-        assert_close(run_chunks(inputs, chunks, torch.float32), expected, 1e-5)
+        assert_close(run_chunks(inputs, chunks, torch.float32, backend=backend), expected, 1e-5)
 
 
 @pytest.mark.parametrize('key', [math.nan, -math.inf])
@@ -318,8 +316,10 @@ def test_causal_simple_ends_at_the_whole_simple():
     assert_close(ops.aft_simple_causal(**inputs)[:, -1], ops.aft_simple(**inputs)[:, -1], 1e-12)
 
 
-def run_chunks(inputs: dict[str, Tensor], chunks: list[int], dtype: torch.dtype = torch.float64) -> Tensor:
-    """Tokens a chunk at a time from the state of those before, or as a step where a chunk is 1."""
+def run_chunks(
+    inputs: dict[str, Tensor], chunks: list[int], dtype: torch.dtype = torch.float64, **options: Any
+) -> Tensor:
+    """Tokens a chunk at a time from the state of those before, or as a step with `options` where a chunk is 1."""
     batch, _, dim = inputs['v'].shape
     local = 'band' in inputs
     state = ops.aft_local_state(batch, dim, inputs['band'].shape[1], dtype) if local else None
@@ -330,7 +330,8 @@ def run_chunks(inputs: dict[str, Tensor], chunks: list[int], dtype: torch.dtype 
         place = start if chunk == 1 else slice(start, start + chunk)
         form = 'step' if chunk == 1 else 'prefill'
         bias = [inputs['band'][place]] if local else []
-        y, state = getattr(ops, f'{name}_{form}')(*(inputs[n][:, place] for n in 'qkv'), *bias, state)
+        function = partial(getattr(ops, f'{name}_{form}'), **(options if chunk == 1 else {}))
+        y, state = function(*(inputs[n][:, place] for n in 'qkv'), *bias, state)
         rows.append(y.unsqueeze(1) if chunk == 1 else y)
         start += chunk
     return torch.cat(rows, 1)
@@ -430,19 +431,15 @@ def test_a_ring_holds_keys_only_while_they_lie_too_far_apart():
 
 
 @pytest.mark.parametrize('chunks', [[1] * 9, [4, 1, 1, 3], [9]])
-@pytest.mark.parametrize('form', ['eager', 'cpp'])
-def test_a_key_however_far_below_the_sums_counts_under_its_bias(
-    monkeypatch: pytest.MonkeyPatch, form: str, chunks: list[int]
-):
-    if form == 'eager':
-        monkeypatch.setattr(decode_step, 'step_kernels', lambda *_: None)
+@pytest.mark.parametrize('backend', ['eager', 'auto'])
+def test_a_key_however_far_below_the_sums_counts_under_its_bias(backend: str, chunks: list[int]):
     k, v = column(0, 0, 0, -450, -900, 0, 0, 700, 1), column(1, 1, 1, 5, 7, 1, 2, 3, 4)
     band = torch.zeros(9, 2)
     band[3, 1], band[4, 0], band[5, 0], band[8, 1] = 500.0, 480.0, 950.0, 900.0
     inputs = {'q': torch.zeros_like(v), 'k': k, 'v': v, 'band': band}
     expected = joint_mean(k, v, reference.band_to_bias(band.double(), -1))
     assert expected.flatten().tolist() == pytest.approx([1, 1, 1, 5, 5, 7, 9 / 8, 3, 4], abs=1)
-    assert_close(2 * run_chunks(inputs, chunks, torch.float32), expected, 1e-5)
+    assert_close(2 * run_chunks(inputs, chunks, torch.float32, backend=backend), expected, 1e-5)
 
 
 def test_a_state_has_no_more_than_the_window_and_the_sums():

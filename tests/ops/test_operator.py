@@ -1,16 +1,20 @@
 """The call of an operation: straight to a form where nothing watches, and one operator where something does."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from helpers import make_inputs, operands, single
+from helpers import assert_close, make_inputs, make_qkv, operands, randn, single
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aft_vision import ops
+from aft_vision.ops import operator, reference
+from aft_vision.ops.common import choice
+from aft_vision.ops.conv import CONV
 from aft_vision.ops.declaration import OPERATIONS
 
 each_name = pytest.mark.parametrize('name', OPERATIONS)
@@ -195,3 +199,115 @@ def test_every_form_refuses_weights_that_are_those_of_no_bias(name: str, backend
 def test_weights_of_an_operation_that_has_none_are_refused():
     with pytest.raises(ValueError, match="name must be one of aft_conv, aft_full, got 'aft_simple'"):
         ops.bias_weights('aft_simple', torch.zeros(15, 15), torch.zeros(2, 15, 6))
+
+
+def test_asking_for_it_where_there_is_none_warns_once():
+    operator._warn_once.cache_clear()
+    q, k, v = (x.float() for x in make_qkv(T=12, D=6))
+    with pytest.warns(UserWarning, match="aft_simple has no 'cpp' form for these inputs on this machine; using eager"):
+        y = ops.aft_simple(q, k, v, backend='cpp')
+    assert torch.equal(y, ops.aft_simple(q, k, v, backend='cpp'))
+
+
+@pytest.mark.cpp
+@pytest.mark.usefixtures('compiled')
+def test_no_weights_are_made_where_no_kernel_takes_them():
+    bias, v = torch.zeros(5, 5), torch.zeros(1, 5, 3)
+    assert ops.bias_weights('aft_full', bias, v) is not None
+    assert ops.bias_weights('aft_full', bias, v.double()) is None
+    assert ops.bias_weights('aft_full', bias.to('meta'), v.to('meta')) is None
+    with pytest.raises(ValueError, match=r'bias must have shape \(T, T\)'):
+        ops.bias_weights('aft_full', bias[:, 1:], v)
+    with pytest.raises(ValueError, match=r'bias must have shape \(h, s, s\)'):
+        ops.bias_weights('aft_conv', bias, v)
+
+
+FUSED = (
+    ('aft_full', 'cpp', {}),
+    ('aft_full', 'eager', {}),
+    ('aft_conv', 'wide', {'heads': 2}),
+    ('aft_conv', 'conv', {'heads': 2}),
+    ('aft_conv', 'depthwise', {'heads': 70}),
+)
+
+
+@pytest.mark.cpp
+@pytest.mark.usefixtures('compiled')
+@pytest.mark.parametrize(('name', 'form', 'sizes'), FUSED)
+@pytest.mark.parametrize('masked', [False, True])
+def test_with_constant_weights_the_fastest_form_runs(
+    name: str, form: str, sizes: dict[str, int], masked: bool, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[object, ...]] = []
+
+    def fastest(subject: str, shape: tuple[object, ...], ways: dict[str, Callable[[], object]]) -> str:
+        asked.append((subject, shape, *ways))
+        return form
+
+    operation = OPERATIONS[name]
+    monkeypatch.setattr('aft_vision.ops.operator.fastest', fastest)
+    monkeypatch.setattr(operation.operator, 'measured', {})
+    heads = sizes.get('heads', 70)
+    q, k, v = make_qkv(B=2, T=12, D=70, heads=heads)
+    bias = randn(12, 12, seed=5) if name == 'aft_full' else randn(heads, 3, 3, seed=5)
+    mask = torch.arange(24).view(2, 12) % 5 > 0 if masked else None
+    rest = (bias, mask) if name == 'aft_full' else (bias, (3, 4), mask)
+    expected = getattr(reference, name)(q, k, v, *rest)
+    call, q, k, v = getattr(ops, name), q.float(), k.float(), v.float()
+    rest = bias.float(), *rest[1:]
+    weights = ops.bias_weights(name, rest[0], v)
+    assert weights is not None
+    ran: list[str] = []
+    for each in operation.forms:
+        run = each.forward
+        monkeypatch.setattr(each, 'forward', lambda *a, n=each.name, r=run: ran.append(n) or r(*a))
+    with torch.no_grad():
+        assert_close(call(q, k, v, *rest, weights=weights), expected, 1e-5)
+        assert ran == [form]
+        call(q, k, v, *rest, weights=weights)
+        # Of ten tokens or sixteen a measurement stands for the other.
+        ((subject, shape, *ways),) = asked
+        assert subject == name
+        assert form in ways
+        assert shape[:2] == ('B=2', 'T=16')
+        # Asked for by name, or without constant weights, nothing is measured.
+        call(q, k, v, *rest, backend='cpp', weights=weights)
+        call(q, k, v, *rest)
+    call(q.requires_grad_(), k, v, *rest, weights=weights).sum().backward()
+    assert len(asked) == 1
+
+
+@pytest.mark.cpp
+@pytest.mark.usefixtures('compiled')
+def test_no_more_sizes_are_known_by_heart_than_a_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr('aft_vision.ops.operator.MAX_SIZES', 3)
+    monkeypatch.setattr('aft_vision.ops.operator.fastest', lambda subject, shape, ways: next(iter(ways)))
+    known: dict[object, object] = {}
+    monkeypatch.setattr(CONV, 'measured', known)
+    kernel = randn(2, 3, 3).float()
+    for tokens in range(1, 9):
+        q, k, v = (x.float() for x in make_qkv(B=1, T=tokens, D=6, heads=2))
+        with torch.no_grad():
+            ops.aft_conv(q, k, v, kernel, (1, tokens), weights=ops.bias_weights('aft_conv', kernel, v))
+        assert 0 < len(known) <= 3
+
+
+@pytest.mark.cpp
+@pytest.mark.usefixtures('compiled')
+def test_the_fastest_form_is_measured_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path))
+    monkeypatch.setattr('aft_vision.ops.operator.fastest', choice.fastest)
+    monkeypatch.setattr(CONV, 'measured', {})
+    choice.choices_path.cache_clear()
+    q, k, v = (x.float() for x in make_qkv(B=2, T=12, D=40, heads=2))
+    kernel = randn(2, 3, 3).float()
+    with torch.no_grad():
+        ops.aft_conv(q, k, v, kernel, (3, 4), weights=ops.bias_weights('aft_conv', kernel, v))
+    ((key, found),) = choice.recorded().items()
+    choice.choices_path.cache_clear()
+    assert CONV.measured
+    # What was taken while nothing could be measured is not kept.
+    choice.measure_choices(True)
+    assert not CONV.measured
+    assert key.startswith('aft_conv B=2 T=16 D=40 keys=2 s=3 torch.float32 q global_context,')
+    assert set(found['ms']) == {'wide', 'conv'}

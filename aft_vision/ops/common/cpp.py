@@ -9,8 +9,8 @@ import ctypes
 import functools
 import logging
 import struct
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,28 @@ def _load(path: Path) -> Kernels:
 
 def operands(v: Tensor) -> int:
     """Return what the kernels multiply: SINGLE for float32, PAIRS of bfloat16 in vectors, or TILES of them."""
-    return narrow_operands() if v.dtype is torch.bfloat16 else SINGLE
+    if v.dtype is not torch.bfloat16:
+        return SINGLE
+    return _fastest_operands() if _narrow is None else _narrow
+
+
+# The `operands` of bfloat16 within `multiply_bfloat16_as`.
+_narrow: int | None = None
+
+
+@contextmanager
+def multiply_bfloat16_as(kind: int) -> Iterator[None]:
+    """Make a context in which bfloat16 has these `operands`, whichever of them are the fastest on this processor."""
+    global _narrow
+    before, _narrow = _narrow, kind
+    try:
+        yield
+    finally:
+        _narrow = before
 
 
 @functools.cache
-def narrow_operands() -> int:
-    """Return the `operands` that this processor multiplies bfloat16 with the fastest."""
+def _fastest_operands() -> int:
     return compiled().aft_operands()
 
 

@@ -23,29 +23,36 @@ torch.library.custom_op(
 ).register_fake(lambda k, *_: torch.empty_like(k))
 
 
-def step_kernels(state: Sequence[Tensor], *inputs: Tensor | None) -> ModuleType | None:
+def step_kernels(backend: str, state: Sequence[Tensor], *inputs: Tensor | None) -> ModuleType | None:
     """Return the module with the compiled steps of decoding, where they support the state and no graph is captured."""
+    if backend != 'auto':
+        if backend != 'eager':
+            raise ValueError(f"backend must be 'auto' or 'eager', got {backend!r}")
+        return None
     if torch.compiler.is_compiling() or state[0].device.type != 'cpu' or state[0].dtype != torch.float32:
         return None
     return step_cpp if step_cpp.supports_step(state, *inputs) else None
 
 
-def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) -> tuple[Tensor, SimpleState]:
+def aft_simple_step(
+    q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState, backend: str = 'auto'
+) -> tuple[Tensor, SimpleState]:
     """Compute one token of `aft_simple_causal` (AFT Eq. 5).
 
     Args:
         q, k, v: (B, D). q = None leaves out the sigmoid gate.
         state: state after the tokens before it; updated in place.
+        backend: 'auto', or 'eager' for torch operations.
 
     Returns:
         y (B, D) in q's dtype, and the state with this token, without gradients.
 
     Raises:
-        ValueError: q, k, v and the fields of the state do not match.
+        ValueError: q, k, v and the fields of the state do not match, or the backend is unknown.
     """
     check_simple_state(state)
     _check_tokens(q, k, v, state.reference.shape)
-    kernels = step_kernels(state, q, k, v)
+    kernels = step_kernels(backend, state, q, k, v)
     if kernels is not None:
         return kernels.simple_step(q, k, v, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype
@@ -55,7 +62,7 @@ def aft_simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: SimpleState) 
 
 
 def aft_local_step(
-    q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: LocalState
+    q: Tensor | None, k: Tensor, v: Tensor, band_row: Tensor, state: LocalState, backend: str = 'auto'
 ) -> tuple[Tensor, LocalState]:
     """Compute one token of `aft_local_causal` (AFT Eq. 4).
 
@@ -63,19 +70,21 @@ def aft_local_step(
         q, k, v: (B, D). q = None leaves out the sigmoid gate.
         band_row: (s,), the token's row of the band.
         state: state after the tokens before it; updated in place.
+        backend: 'auto', or 'eager' for torch operations.
 
     Returns:
         y (B, D) in q's dtype, and the state with this token, without gradients.
 
     Raises:
-        ValueError: q, k, v, band_row and the fields of the state do not match, or, on a CPU, its position is negative.
+        ValueError: q, k, v, band_row and the fields of the state do not match, the backend is unknown, or, on a CPU,
+            the position of the state is negative.
     """
     check_local_state(state)
     _check_tokens(q, k, v, state.reference.shape)
     window = state.ring.shape[1]
     if tuple(band_row.shape) != (window,):
         raise ValueError(f'band_row must have shape ({window},) to match the state, got {tuple(band_row.shape)}')
-    kernels = step_kernels(state, q, k, v, band_row)
+    kernels = step_kernels(backend, state, q, k, v, band_row)
     if kernels is not None:
         return kernels.local_step(q, k, v, band_row, state).to(v.dtype if q is None else q.dtype), state
     dtype = state.reference.dtype
@@ -101,7 +110,7 @@ def compile_decoder(blocks: Sequence[Block], head: Dense, batch: int) -> Callabl
     Returns:
         A function from a token (B, C), which it overwrites, to (B, n); None if C++ does not support the blocks.
     """
-    kernels = step_kernels([head.weight])
+    kernels = step_kernels('auto', [head.weight])
     if kernels is None or not kernels.supports_decoder(blocks, head, batch):
         return None
     return kernels.CompiledDecoder(blocks, head, batch)

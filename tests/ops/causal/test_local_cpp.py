@@ -1,6 +1,9 @@
 """The compiled AFT-local with the future masked: its values, and what torch repairs."""
 
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -29,11 +32,10 @@ pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 def test_bfloat16_equals_float64_where_the_cpu_does_not_multiply_it(
     T: int, s: int, D: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cpp, 'narrow_operands', lambda: cpp.SINGLE)
     monkeypatch.setattr('aft_vision.ops.common.numerics._cpu_multiplies_bfloat16', lambda: False)
-    assert_matches_reference(
-        ops.aft_local_causal, reference.aft_local_causal, make_inputs('aft_local_causal', T, D, s), torch.bfloat16
-    )
+    inputs = make_inputs('aft_local_causal', T, D, s)
+    with cpp.multiply_bfloat16_as(cpp.SINGLE):
+        assert_matches_reference(ops.aft_local_causal, reference.aft_local_causal, inputs, torch.bfloat16)
 
 
 def test_tensors_may_differ_in_their_types():
@@ -50,11 +52,11 @@ def test_tensors_may_differ_in_their_types():
         assert_close(got, want, 1e-4 if name == 'q' else 4e-3)
 
 
-@pytest.fixture(params=[None, cpp.TILES], ids=['', 'tiles'])
-def multiplied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[nullcontext, partial(cpp.multiply_bfloat16_as, cpp.TILES)], ids=['', 'tiles'])
+def multiplied(request: pytest.FixtureRequest) -> Iterator[None]:
     """Multiply bfloat16 as this processor does the fastest, and in tiles."""
-    if request.param is not None:
-        monkeypatch.setattr(cpp, 'narrow_operands', lambda: request.param)
+    with request.param():
+        yield
 
 
 # In bfloat16 the CPU's products would take those weights for zero.

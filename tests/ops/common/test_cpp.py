@@ -1,14 +1,15 @@
-"""Tensors as they are given to the compiled kernels."""
+"""The compiled kernels as a library, and tensors as they are given to them."""
 
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers import make_inputs, make_qkv, plain, randn
+from helpers import assert_close, kernels_run, make_inputs, make_qkv, plain, randn, single
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops.common import cpp
+from aft_vision.ops.common import build, cpp
 from aft_vision.ops.declaration import OPERATIONS
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
@@ -76,3 +77,32 @@ def test_kernels_of_another_layout_are_not_used(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(cpp, 'LAYOUT', -1)
     assert cpp.library.__wrapped__() is None
     assert 'expected C++ kernels of layout -1, got ' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('variable', 'value', 'reason'),
+    [
+        ('CXX', 'no-such-compiler', 'expected a C++ compiler, got none by the name of no-such-compiler'),
+        ('CXX', 'false', 'false failed'),
+        ('TORCH_EXTENSIONS_DIR', '/dev/null', 'Not a directory'),
+    ],
+)
+def test_without_a_compiler_the_torch_form_runs_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, caplog, variable: str, value: str, reason: str
+):
+    inputs = single(make_inputs('aft_conv', (5, 7), 66, 3))
+    expected = ops.aft_conv(**inputs)
+    monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    cpp.library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert kernels_run(lambda: ops.aft_conv(**inputs)) == set()
+            assert_close(ops.aft_conv(**inputs), expected.double(), 1e-5)
+    finally:
+        cpp.library.cache_clear()
+    found = [record.getMessage() for record in caplog.records if record.name in (build.__name__, cpp.__name__)]
+    assert len(found) == 1
+    assert found[0].startswith('the C++ kernels cannot be built')
+    assert reason in found[0]
+    assert '\n' not in found[0]

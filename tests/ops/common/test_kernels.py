@@ -5,7 +5,8 @@ What one operation alone promises, or one of its forms, is tested in its folder.
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -27,7 +28,6 @@ from helpers import (
     kernels_run,
     make_inputs,
     make_nasty,
-    operands,
     plain,
     randn,
     single,
@@ -38,11 +38,10 @@ from torch import Tensor
 import aft_vision
 from aft_vision.ops import operator, reference
 from aft_vision.ops.common import cpp
-from aft_vision.ops.conv import CONV
 from aft_vision.ops.declaration import OPERATIONS
 
 # A call that takes another form than the one asked for is a failure.
-pytestmark = pytest.mark.filterwarnings("error:.*has no '(cpp|triton)' form")
+pytestmark = pytest.mark.filterwarnings("error:.*has no '.*' form")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # The arguments of `make_inputs` after the name: tokens or grid, channels, window, heads, sequences.
@@ -50,11 +49,11 @@ Sizes = tuple[Any, ...]
 
 
 @pytest.fixture
-def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the device of a form: 'cpp', 'triton', or one of those in a way that it takes for other inputs."""
+def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Give the device of a form: a backend or its name, and after it how it takes these inputs as others."""
     operator._warn_once.cache_clear()
     # Before any module of kernels is imported: without Triton it skips, and without a GPU Triton must interpret them.
-    found = request.getfixturevalue('compiled' if form.startswith('cpp') else 'triton_device')
+    found = request.getfixturevalue('triton_device' if form.startswith('triton') else 'compiled')
     if form == 'triton lines':
         # Small grids as larger ones: a product along each axis, several tiles of a line.
         for limit in ('PAIRED', 'PAIRED_INTERPRETED'):
@@ -69,33 +68,30 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
             'conv.triton.DIRECT_INTERPRETED',
         ):
             monkeypatch.setattr(f'aft_vision.ops.{limit}', 0)
-    if form in ('cpp pairs', 'cpp tiles'):
-        # Also on a processor that multiplies float32 faster, or has no tiles.
-        if form == 'cpp pairs' and not torch.cpu._is_avx512_bf16_supported():
-            pytest.skip('this processor cannot multiply pairs of bfloat16')
-        kind = cpp.PAIRS if form == 'cpp pairs' else cpp.TILES
-        monkeypatch.setattr(cpp, 'narrow_operands', lambda: kind)
-        monkeypatch.setattr('aft_vision.ops.conv.cpp.TILED_WIDTH', 0)
-    return found or 'cpu'
+    # Also on a processor that multiplies float32 faster, or has no tiles.
+    if form.endswith('pairs') and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip('this processor cannot multiply pairs of bfloat16')
+    kind = {'pairs': cpp.PAIRS, 'tiles': cpp.TILES}.get(form.split()[-1])
+    with nullcontext() if kind is None else cpp.multiply_bfloat16_as(kind):
+        yield found or 'cpu'
 
 
 def dtype_of(form: str) -> torch.dtype:
     """The type of inputs that a form multiplies in its own way."""
-    return torch.bfloat16 if form == 'cpp tiles' else torch.float32
+    return torch.bfloat16 if form.endswith('tiles') else torch.float32
 
 
 def op(form: str, name: str) -> Callable[..., Tensor]:
-    """An operation in a form, for those of AFT-conv for heads of several channels whichever is the faster."""
-    if name != 'aft_conv' or form not in ('cpp wide', 'cpp conv', 'cpp pairs', 'cpp tiles'):
-        return partial(getattr(aft_vision.ops, name), backend=form.split()[0])
-    (found,) = (x for x in CONV.forms if x.name == ('wide' if form == 'cpp wide' else 'conv'))
-    return lambda **inputs: CONV.compute(found, operands(name, inputs))
+    """An operation in a form."""
+    return partial(getattr(aft_vision.ops, name), backend=form.split()[0])
 
 
 def rows(names: str, cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
     """Parametrize a test, with the mark of the compiled kernels on their rows; the first name is `form`."""
-    marks = {'cpp': [pytest.mark.cpp], 'triton': []}
-    found = [pytest.param(*x, marks=marks[x[0].split()[0]], id='-'.join(map(str, x))) for x in cases]
+    found = [
+        pytest.param(*x, marks=() if x[0].startswith('triton') else pytest.mark.cpp, id='-'.join(map(str, x)))
+        for x in cases
+    ]
     return pytest.mark.parametrize(names, found)
 
 
@@ -116,11 +112,11 @@ TILED: list[tuple[str, str, Sizes]] = [
     ('cpp tiles', 'aft_full', (33, 17, 0, None, 1)),
     # Pieces of a row, steps of a piece, an odd number of rows and of strips, kernels beyond the grid.
     *(
-        ('cpp tiles', 'aft_conv', x)
-        for x in (((1, 5), 6, 5, 2), ((5, 7), 36, 5, 18), ((7, 1), 6, 5, 2), ((3, 16), 18, 9, 1, 1))
+        ('conv tiles', 'aft_conv', x)
+        for x in (((1, 9), 6, 5, 2), ((5, 15), 36, 5, 18), ((7, 8), 6, 5, 2), ((3, 16), 18, 9, 1, 1))
     ),
     *(
-        ('cpp tiles', 'aft_conv', x)
+        ('conv tiles', 'aft_conv', x)
         for x in (((14, 14), 12, 11, 2, 3), ((3, 33), 34, 3, 2), ((2, 40), 6, 31, 3), ((3, 70), 4, 9, 1))
     ),
     *(('cpp tiles', 'aft_local_causal', x) for x in ((15, 16, 4), (16, 5, 3), (17, 33, 60), (31, 16, 31), (33, 3, 9))),
@@ -128,8 +124,8 @@ TILED: list[tuple[str, str, Sizes]] = [
 ]
 COMPILED: dict[tuple[str, str], list[Sizes]] = {
     ('cpp', 'aft_full'): [(8, 5), (20, 40), (17, 64), (61, 33)],
-    ('cpp wide', 'aft_conv'): HEADS,
-    ('cpp conv', 'aft_conv'): HEADS,
+    ('wide', 'aft_conv'): HEADS,
+    ('conv', 'aft_conv'): HEADS,
     # A head per channel.
     ('cpp', 'aft_conv'): [
         *(((5, 7), 66, 3), ((3, 30), 67, 9), ((4, 3), 72, 15), ((1, 9), 130, 5), ((1, 6), 65, 3), ((10, 9), 80, 11)),
@@ -160,27 +156,24 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
             for name in ('aft_conv', 'aft_onehot')
             for x, dtype in product(COMPILED['cpp', name], DTYPES)
         ),
-        *(('cpp pairs', 'aft_conv', x, 'masked', torch.bfloat16) for x in HEADS),
+        *(('conv pairs', 'aft_conv', x, 'masked', torch.bfloat16) for x in HEADS),
         *(('cpp pairs', 'aft_full', (math.prod(x[0]), x[1]), 'masked', torch.bfloat16) for x in HEADS),
         *((*x, others, torch.bfloat16) for x in TILED for others in ('', 'masked', 'no gate')),
         ('cpp', 'aft_full', (20, 40), 'no gate', torch.float32),
-        ('cpp wide', 'aft_conv', ((3, 4), 70, 5, 7), 'no gate', torch.float32),
-        ('cpp conv', 'aft_conv', ((3, 4), 70, 5, 7), 'no gate', torch.float32),
+        ('wide', 'aft_conv', ((3, 4), 70, 5, 7), 'no gate', torch.float32),
+        ('conv', 'aft_conv', ((3, 4), 70, 5, 7), 'no gate', torch.float32),
         ('cpp', 'aft_conv', ((5, 7), 66, 3), 'no gate', torch.float32),
         ('cpp', 'aft_local_causal', (70, 9, 9), 'no gate', torch.float32),
         ('cpp', 'aft_simple_causal', (70, 9), 'no gate', torch.float32),
         # Kernels within and beyond reach.
         *(
             (form, 'aft_conv', (grid, 12, s, 3), others, dtype)
-            for form, others in (
-                ('cpp wide', ''),
-                ('cpp conv', ''),
-                ('cpp conv', 'window alone'),
-                ('cpp tiles', 'window alone'),
-            )
+            for form, others in (('wide', ''), ('conv', ''), ('conv', 'window alone'))
             for grid, s in (((5, 7), 5), ((9, 40), 7), ((3, 4), 15), ((40, 2), 3))
-            for dtype in ([torch.bfloat16] if form == 'cpp tiles' else DTYPES[:2])
+            for dtype in DTYPES[:2]
         ),
+        ('conv tiles', 'aft_conv', ((9, 40), 12, 7, 3), 'window alone', torch.bfloat16),
+        ('conv tiles', 'aft_conv', ((3, 9), 12, 19, 3), 'window alone', torch.bfloat16),
         # Tiles that the tokens and channels do not fill, several tiles; one token.
         ('triton', 'aft_full', (5, 16), '', torch.bfloat16),
         ('triton', 'aft_full', (18, 17), '', torch.float32),
@@ -262,7 +255,7 @@ def test_it_equals_float64(form: str, name: str, sizes: Sizes, others: str, dtyp
         ('cpp', 'aft_local_causal', (1, 6, 1), ''),
         ('cpp', 'aft_simple_causal', (1, 6), ''),
         ('cpp tiles', 'aft_full', (1, 6), ''),
-        ('cpp tiles', 'aft_conv', ((1, 1), 6, 3, 2), ''),
+        ('conv', 'aft_conv', ((1, 1), 6, 3, 2), ''),
         ('cpp tiles', 'aft_local_causal', (1, 6, 1), ''),
     ],
 )
@@ -282,9 +275,9 @@ def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes:
             for form, name, sizes in (
                 ('cpp', 'aft_full', (18, 5)),
                 ('cpp tiles', 'aft_full', (18, 5)),
-                ('cpp wide', 'aft_conv', ((3, 6), 6, 5, 3)),
-                ('cpp conv', 'aft_conv', ((3, 6), 6, 5, 3)),
-                ('cpp tiles', 'aft_conv', ((3, 6), 6, 5, 3)),
+                ('wide', 'aft_conv', ((3, 6), 6, 5, 3)),
+                ('conv', 'aft_conv', ((3, 6), 6, 5, 3)),
+                ('conv tiles', 'aft_conv', ((2, 9), 6, 5, 3)),
                 ('cpp', 'aft_conv', ((6, 5), 66, 5)),
                 ('cpp', 'aft_axial', ((6, 5), 66, (6, 5))),
                 ('cpp', 'aft_axial', ((6, 5), 66, (6, 5), 11)),
@@ -379,7 +372,7 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
         ),
         ('cpp', 'aft_full', (15, 6), '', 'normal_30', 'plus_minus_80', torch.float32),
         ('cpp tiles', 'aft_full', (35, 20), '', 'ordinary', 'ordinary', torch.bfloat16),
-        ('cpp tiles', 'aft_conv', ((3, 20), 12, 5, 3), '', 'ordinary', 'ordinary', torch.bfloat16),
+        ('conv tiles', 'aft_conv', ((3, 20), 12, 5, 3), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('cpp tiles', 'aft_local_causal', (40, 9, 5), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('cpp', 'aft_conv', ((5, 7), 66, 3), 'in part', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4), 'in part', 'ordinary', 'ordinary', torch.float32),
@@ -505,9 +498,9 @@ def forbid_eager(patch: pytest.MonkeyPatch, name: str) -> None:
     [
         ('cpp', 'aft_full', (20, 40), ['full']),
         ('cpp tiles', 'aft_full', (20, 40), ['full']),
-        ('cpp wide', 'aft_conv', ((3, 4), 70, 5, 7), ['conv_wide', 'conv']),
-        ('cpp conv', 'aft_conv', ((3, 4), 70, 5, 7), ['conv']),
-        ('cpp tiles', 'aft_conv', ((3, 4), 70, 5, 7), ['conv']),
+        ('wide', 'aft_conv', ((3, 4), 70, 5, 7), ['conv_wide', 'conv']),
+        ('conv', 'aft_conv', ((3, 4), 70, 5, 7), ['conv']),
+        ('conv tiles', 'aft_conv', ((2, 8), 70, 5, 7), ['conv']),
         ('cpp', 'aft_conv', ((5, 7), 66, 3), ['depthwise']),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4), ['depthwise']),
         ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11), ['axial']),
@@ -593,7 +586,7 @@ def test_a_registered_model_runs_it_forward_and_backward(
         ('cpp tiles', 'aft_full', (35, 40, 0, None, 7), '', torch.bfloat16),
         ('cpp tiles', 'aft_local_causal', (150, 37, 20, None, 3), '', torch.bfloat16),
         *(('cpp', 'aft_conv', ((5, 7), 42, 5, 7, 13), *x) for x in product(('', 'masked'), DTYPES[:2])),
-        ('cpp tiles', 'aft_conv', ((5, 7), 42, 5, 7, 13), 'masked', torch.bfloat16),
+        ('conv tiles', 'aft_conv', ((4, 9), 42, 5, 7, 13), 'masked', torch.bfloat16),
         ('cpp', 'aft_conv', ((5, 7), 66, 3, 66, 5), '', torch.float32),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4, 66, 5), '', torch.float32),
         *(
@@ -612,28 +605,13 @@ def test_several_threads_equal_float64(
 
 
 @rows('form, name, sizes', TILED)
-def test_tiles_give_what_vectors_give_in_other_bits(
-    form: str, name: str, sizes: Sizes, device: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_tiles_give_what_vectors_give_in_other_bits(form: str, name: str, sizes: Sizes, device: str):
     inputs = plain(make_inputs(name, *sizes), torch.bfloat16)
     found = op(form, name)(**inputs)
-    monkeypatch.setattr(cpp, 'narrow_operands', lambda: cpp.SINGLE)
-    expected = op(form, name)(**inputs)
+    with cpp.multiply_bfloat16_as(cpp.SINGLE):
+        expected = op(form, name)(**inputs)
     assert_close(found, expected, BOUNDS[torch.bfloat16][0])
     assert not torch.equal(found, expected)
-
-
-@pytest.mark.cpp
-@pytest.mark.usefixtures('compiled')
-@pytest.mark.parametrize('width', [7, 8])
-def test_aft_conv_on_fewer_than_eight_columns_takes_vectors_in_place_of_tiles(
-    width: int, monkeypatch: pytest.MonkeyPatch
-):
-    inputs, found = plain(make_inputs('aft_conv', (4, width), 70, 5, 7), torch.bfloat16), []
-    for kind in (cpp.SINGLE, cpp.TILES):
-        monkeypatch.setattr(cpp, 'narrow_operands', partial(int, kind))
-        found.append(op('cpp conv', 'aft_conv')(**inputs))
-    assert torch.equal(*found) is (width < 8)
 
 
 @pytest.mark.parametrize('dtype', DTYPES[:2], ids=str)
@@ -642,7 +620,7 @@ def test_aft_conv_on_fewer_than_eight_columns_takes_vectors_in_place_of_tiles(
     [
         ('cpp', 'aft_full', (20, 40)),
         ('cpp tiles', 'aft_full', (20, 40)),
-        ('cpp tiles', 'aft_conv', ((3, 4), 70, 5, 7)),
+        ('conv tiles', 'aft_conv', ((2, 8), 70, 5, 7)),
         ('cpp', 'aft_conv', ((3, 4), 70, 5, 7)),
         ('cpp', 'aft_conv', ((5, 7), 66, 3)),
         ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11)),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops.common import build, cpp
-from aft_vision.ops.conv import cpp as conv
 from aft_vision.ops.declaration import OPERATIONS
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
@@ -59,18 +59,18 @@ def operators(D: int) -> list[str]:
 
 
 def run_operator(name: str, D: int, dtype: torch.dtype, masked: bool, fused: bool, place: Place) -> list[Tensor]:
-    """Forward and backward by the C++ form, of 15 tokens, 3 x 5."""
+    """Forward and backward by the C++ form, of 27 tokens, 3 x 9."""
     # A head for each channel, in `depthwise.cpp`, or few.
     heads = D if D > 64 and name != 'aft_axial' else 3 if D % 3 == 0 else 1
     s = {'aft_axial': (2, 6), 'aft_local_causal': 4}.get(name, 5)
-    q, k, v, *own = plain(make_inputs(name, (3, 5), D, s, heads)).values()
+    q, k, v, *own = plain(make_inputs(name, (3, 9), D, s, heads)).values()
     q, k, v = (x.to(dtype) for x in (q, k, v))
     if fused:
         q, k, v = place(torch.cat([q, k, v], -1)).split((D, k.shape[2], D), -1)
     else:
         q, k, v = map(place, (q, k, v))
     own = [place(x) if isinstance(x, Tensor) else x for x in own]
-    mask = place(make_mask(2, 15)) if masked else None
+    mask = place(make_mask(2, 27)) if masked else None
     inputs = (*OPERATIONS[name].inputs(q, k, v, *own)._replace(mask=mask),)
     operator, backward = (getattr(torch.ops.aft_vision, f'{name}{suffix}') for suffix in ('', '_backward'))
     with warnings.catch_warnings():
@@ -88,18 +88,14 @@ OPERATORS = [(D, name) for D in (1, 9, 35, 75) for name in operators(D)]
 
 @pytest.mark.parametrize('place', PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize(('D', 'name'), OPERATORS)
-def test_an_operator_stays_within_its_tensors(name: str, D: int, place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr('aft_vision.ops.conv.cpp.TILED_WIDTH', 0)
-    for dtype, kind in (
-        (torch.float32, cpp.SINGLE),
-        (torch.bfloat16, cpp.narrow_operands()),
-        (torch.bfloat16, cpp.TILES),
-    ):
-        monkeypatch.setattr(cpp, 'narrow_operands', lambda kind=kind: kind)
-        for masked, fused in ((False, False), (True, True)):
-            found = run_operator(name, D, dtype, masked, fused, place)
-            expected = run_operator(name, D, dtype, masked, fused, lambda x: x)
-            assert all(map(torch.equal, found, expected))
+def test_an_operator_stays_within_its_tensors(name: str, D: int, place: Place):
+    tiles = cpp.multiply_bfloat16_as(cpp.TILES)
+    for dtype, context in ((torch.float32, nullcontext()), (torch.bfloat16, nullcontext()), (torch.bfloat16, tiles)):
+        with context:
+            for masked, fused in ((False, False), (True, True)):
+                found = run_operator(name, D, dtype, masked, fused, place)
+                expected = run_operator(name, D, dtype, masked, fused, lambda x: x)
+                assert all(map(torch.equal, found, expected))
 
 
 def run_steps(dim: int, batch: int, place: Place) -> Iterator[list[Tensor]]:
@@ -207,10 +203,9 @@ def run_scarce() -> None:
     for D in (9, 35, 75):
         for name in operators(D):
             run_operator(name, D, torch.float32, True, False, lambda x: x)
-    cpp.narrow_operands = lambda: cpp.TILES  # type: ignore[assignment]
-    conv.TILED_WIDTH = 0
-    for name in ('aft_full', 'aft_conv', 'aft_local_causal'):
-        run_operator(name, 35, torch.bfloat16, True, False, lambda x: x)
+    with cpp.multiply_bfloat16_as(cpp.TILES):
+        for name in ('aft_full', 'aft_conv', 'aft_local_causal'):
+            run_operator(name, 35, torch.bfloat16, True, False, lambda x: x)
     for _ in run_steps(19, 3, lambda x: x):
         pass
     print(*sorted(scarce.failed))

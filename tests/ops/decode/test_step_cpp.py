@@ -1,6 +1,6 @@
 """The compiled steps of decoding: where they run, and that they are those of torch, states included."""
 
-from itertools import count
+from itertools import cycle
 
 import pytest
 import torch
@@ -8,23 +8,23 @@ from helpers import NASTY_KEYS, assert_close, make_inputs, make_nasty, nasty_key
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops.decode import step, step_cpp
+from aft_vision.ops.decode import step_cpp
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
 
-def run(inputs: dict[str, Tensor | None]) -> Tensor:
-    """All tokens one by one, in the simple form where there is no band."""
+def run(inputs: dict[str, Tensor | None], *backends: str) -> Tensor:
+    """All tokens one by one, by these backends in turn, in the simple form where there is no band."""
     batch, tokens, dim = inputs['v'].shape
     band = inputs.get('band')
     state = ops.aft_simple_state(batch, dim) if band is None else ops.aft_local_state(batch, dim, band.shape[1])
-    rows = []
+    rows, turn = [], cycle(backends or ('auto',))
     for t in range(tokens):
         q, k, v = (None if inputs[name] is None else inputs[name][:, t] for name in 'qkv')
         if band is None:
-            y, state = ops.aft_simple_step(q, k, v, state)
+            y, state = ops.aft_simple_step(q, k, v, state, next(turn))
         else:
-            y, state = ops.aft_local_step(q, k, v, band[t], state)
+            y, state = ops.aft_local_step(q, k, v, band[t], state, next(turn))
         rows.append(y)
     return torch.stack(rows, 1)
 
@@ -37,17 +37,17 @@ def step_inputs(s: int | None, T: int = 40, D: int = 19, B: int = 2) -> dict[str
 @pytest.mark.parametrize(
     ('s', 'bias'), [(None, 'ordinary'), (1, 'ordinary'), (9, 'plus_minus_80'), (60, 'ordinary'), (60, 'within_50')]
 )
-def test_a_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, s: int | None, keys: str, bias: str):
+def test_a_step_is_that_of_torch(s: int | None, keys: str, bias: str):
     inputs = make_nasty(step_inputs(s), keys, bias)
-    y = run(inputs)
-    choose, turn = step.step_kernels, count()
+    expected = run(inputs, 'eager').double()
     # A state can be continued from by the other form.
-    monkeypatch.setattr(step, 'step_kernels', lambda *x: choose(*x) if next(turn) % 3 else None)
-    mixed = run(inputs)
-    monkeypatch.setattr(step, 'step_kernels', lambda *x: None)
-    expected = run(inputs).double()
-    assert_close(y, expected, 2e-6)
-    assert_close(mixed, expected, 2e-6)
+    for backends in (('auto',), ('eager', 'auto', 'auto')):
+        assert_close(run(inputs, *backends), expected, 2e-6)
+
+
+def test_an_unknown_backend_is_an_error():
+    with pytest.raises(ValueError, match="backend must be 'auto' or 'eager', got 'cpp'"):
+        run(step_inputs(None), 'cpp')
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
@@ -95,10 +95,10 @@ def test_parts_of_a_fused_projection_are_read_where_they_are(s: int | None):
 def test_it_covers_float32_states_that_lie_in_order():
     k = torch.zeros(2, 6)
     state = ops.aft_local_state(2, 6, 3)
-    assert step.step_kernels(state, k) is step_cpp
-    assert step.step_kernels(ops.aft_local_state(2, 6, 3, torch.float64), k) is None
-    assert step.step_kernels(state, k, k.to('meta')) is None
-    assert step.step_kernels(state._replace(ring=state.ring.mT.contiguous().mT), k) is None
+    assert step_cpp.supports_step(state, k)
+    assert not step_cpp.supports_step(ops.aft_local_state(2, 6, 3, torch.float64), k)
+    assert not step_cpp.supports_step(state, k, k.to('meta'))
+    assert not step_cpp.supports_step(state._replace(ring=state.ring.mT.contiguous().mT), k)
 
 
 @pytest.mark.parametrize('s', [None, 9])

@@ -1,6 +1,6 @@
-"""The compiled AFT-conv with a kernel or one offset per channel: where it runs, and what is done without it."""
+"""The compiled forms of AFT-conv, also with one offset per channel: where they run, and what torch does again."""
 
-import logging
+import math
 from functools import partial
 
 import pytest
@@ -12,13 +12,14 @@ from helpers import (
     make_inputs,
     make_mask,
     make_qkv,
+    plain,
     randn,
     single,
 )
 
 from aft_vision import ops
 from aft_vision.ops import operator, reference
-from aft_vision.ops.common import build, cpp
+from aft_vision.ops.common import cpp
 from aft_vision.ops.conv import CONV, onehot
 from aft_vision.ops.conv import eager as conv
 
@@ -97,38 +98,71 @@ def test_other_inputs_take_the_kernels_for_several_channels(other: dict[str, obj
     assert kernels_run(lambda: ops.aft_conv(**inputs).sum().backward()) == names
 
 
-def test_asking_for_it_where_there_is_none_warns_once():
+@pytest.mark.parametrize(('form', 'heads'), [('depthwise', 66), ('wide', 6), ('conv', 66)])
+def test_a_form_runs_by_its_name_also_in_a_graph(form: str, heads: int):
+    inputs = single(make_inputs('aft_conv', (5, 7), 66, 3, heads, B=5))
+    names = {'wide': ('conv_wide_forward', 'conv_backward')}.get(form, (f'{form}_forward', f'{form}_backward'))
+    graph = torch.compile(ops.aft_conv, backend='aot_eager')
+    assert kernels_run(lambda: graph(**inputs, backend=form).sum().backward()) == {f'aft_vision::{x}' for x in names}
+
+
+def test_a_form_that_does_not_support_the_inputs_is_eager_and_an_unknown_one_an_error():
     operator._warn_once.cache_clear()
-    q, k, v = (x.float() for x in make_qkv(T=12, D=6))
-    with pytest.warns(UserWarning, match="aft_simple has no 'cpp' form for these inputs on this machine; using eager"):
-        y = ops.aft_simple(q, k, v, backend='cpp')
-    assert torch.equal(y, ops.aft_simple(q, k, v, backend='cpp'))
+    inputs = plain(make_inputs('aft_conv', (5, 7), 66, 3, 6))
+    with pytest.warns(UserWarning, match="aft_conv has no 'depthwise' form for these inputs on this machine"):
+        y = ops.aft_conv(**inputs, backend='depthwise')
+    assert torch.equal(y, ops.aft_conv(**inputs, backend='eager'))
+    with pytest.raises(ValueError, match="one of auto, eager, cpp, triton, depthwise, wide, conv, aten, got 'narrow'"):
+        ops.aft_conv(**inputs, backend='narrow')
 
 
 @pytest.mark.parametrize(
-    ('variable', 'value', 'reason'),
+    ('batch', 'heads', 'D', 'dtype', 'form'),
     [
-        ('CXX', 'no-such-compiler', 'expected a C++ compiler, got none by the name of no-such-compiler'),
-        ('CXX', 'false', 'false failed'),
-        ('TORCH_EXTENSIONS_DIR', '/dev/null', 'Not a directory'),
+        (1, 2, 90, torch.float32, 'wide'),
+        (2, 2, 90, torch.float32, 'conv'),
+        (2, 7, 42, torch.float32, 'wide'),
+        (1, 2, 90, torch.float64, 'eager'),
     ],
 )
-def test_without_a_compiler_the_torch_form_runs_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path, caplog, variable: str, value: str, reason: str
+def test_one_sequence_and_narrow_heads_take_the_wide_form(
+    batch: int, heads: int, D: int, dtype: torch.dtype, form: str
 ):
-    inputs = single(make_inputs('aft_conv', (5, 7), 66, 3))
-    expected = ops.aft_conv(**inputs)
-    monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path))
-    monkeypatch.setenv(variable, value)
-    cpp.library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert kernels_run(lambda: ops.aft_conv(**inputs)) == set()
-            assert_close(ops.aft_conv(**inputs), expected.double(), 1e-5)
-    finally:
-        cpp.library.cache_clear()
-    found = [record.getMessage() for record in caplog.records if record.name in (build.__name__, cpp.__name__)]
-    assert len(found) == 1
-    assert found[0].startswith('the C++ kernels cannot be built')
-    assert reason in found[0]
-    assert '\n' not in found[0]
+    q, k, v = (x.to(dtype) for x in make_qkv(B=batch, T=12, D=D, heads=heads))
+    inputs = conv.ConvInputs(q, k, v, randn(heads, 3, 3).to(dtype), (3, 4), None, True)
+    assert CONV.choose('auto', inputs).name == form
+    window = inputs._replace(global_context=False)
+    assert CONV.choose('auto', window).name != 'wide'
+
+
+def test_a_sequence_does_not_depend_on_the_others_in_its_batch():
+    # A batch of 13 is cut otherwise than one of 1, and the columns of a sequence lie elsewhere in the strips.
+    q, k, v = (x.float() for x in make_qkv(B=13, T=30, D=24, heads=4))
+    kernel = randn(4, 5, 5, seed=7).float()
+    whole = ops.aft_conv(q, k, v, kernel, grid=(5, 6))
+    for i in range(13):
+        assert_close(whole[i], ops.aft_conv(q[i : i + 1], k[i : i + 1], v[i : i + 1], kernel, grid=(5, 6))[0], 1e-6)
+
+
+def test_a_gate_that_is_nearly_shut_keeps_large_values():
+    # e^84 times 700 is beyond float32, what remains of 1e35 behind the gate is not.
+    q, k, v = torch.full((1, 700, 2), -84.0), torch.zeros(1, 700, 1), torch.full((1, 700, 2), 1e35)
+    y = ops.aft_conv(q, k, v, torch.zeros(1, 3, 3), (20, 35), backend='cpp')
+    assert_close(y, v.double() / (1 + math.exp(84)), 1e-5)
+
+
+@pytest.mark.parametrize('width', [7, 8])
+def test_fewer_than_eight_columns_take_vectors_in_place_of_tiles(width: int):
+    inputs, found = plain(make_inputs('aft_conv', (4, width), 70, 5, 7), torch.bfloat16), []
+    for kind in (cpp.SINGLE, cpp.TILES):
+        with cpp.multiply_bfloat16_as(kind):
+            found.append(ops.aft_conv(**inputs, backend='conv'))
+    assert torch.equal(*found) is (width < 8)
+
+
+def test_the_digits_of_a_kernel_as_large_as_its_image_are_kept():
+    # One running sum over a window loses 9e-7.
+    _, k, v = make_qkv(B=1, T=48 * 48, D=4, heads=2)
+    inputs = k / 100, v.abs() + 1, randn(2, 95, 95, seed=7) / 100
+    expected = ops.aft_conv(None, *inputs, (48, 48), backend='eager')
+    assert_close(ops.aft_conv(None, *(x.float() for x in inputs), (48, 48)), expected, 4e-7)
