@@ -270,7 +270,7 @@ def rates(state) -> list[float]:
     for epoch in range(state.loop.epochs):
         found.append(state.optimizer.param_groups[-1]['lr'])
         state.scheduler.step_update((epoch + 1) * state.progress.updates_per_epoch)
-        state.scheduler.step(epoch + 1 - state.loop.late)
+        state.scheduler.step(epoch + 1 - state.loop.epoch_delay)
     return found
 
 

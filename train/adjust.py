@@ -6,14 +6,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from aft_vision.commandline import print_once
-from train.layers import as_yaml
+from train.config_layers import as_yaml
 from train.schema import peak_rate
 
 # The length of a run by the length of its warm-up, if the warm-up would be longer.
 RUN_BY_WARMUP = 5
 
 
-def adjust(config: Any, files: Any, typed: Collection[str]) -> dict[str, Any]:
+def adjust_to_command_line(config: Any, files: Any, given: Collection[str]) -> dict[str, Any]:
     """Return the values that the command line forces to change, by section and key, with a note for each.
 
     Contradictions within the files or within the command line are left to the checks.
@@ -21,12 +21,12 @@ def adjust(config: Any, files: Any, typed: Collection[str]) -> dict[str, Any]:
     Args:
         config: The merged layers, in their types.
         files: Those without the command line.
-        typed: The keys of the command line, as `section.key`.
+        given: The keys of the command line, as `section.key`.
     """
     adjusted: dict[str, dict[str, Any]] = {'schedule': {}, 'data': {}}
 
     def change(section: str, key: str, value: Any, why: str, *because: str) -> None:
-        if f'{section}.{key}' not in typed and any(each in typed for each in because):
+        if f'{section}.{key}' not in given and any(each in given for each in because):
             adjusted[section][key] = value
             print_once(f'note: {section}.{key} = {as_yaml(value)} in place of {as_yaml(config[section][key])}, {why}')
 
@@ -57,7 +57,7 @@ def adjust(config: Any, files: Any, typed: Collection[str]) -> dict[str, Any]:
     return adjusted
 
 
-def check_warmup(warmup_updates: int, updates: int) -> None:
+def note_long_warmup(warmup_updates: int, updates: int) -> None:
     """Print a note if a run ends within its warm-up, before the peak rate."""
     if warmup_updates > updates:
         share = f'{100 * updates / warmup_updates:.2g} % of the peak rate'

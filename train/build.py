@@ -368,7 +368,7 @@ def _loop(config: Experiment) -> Loop:
         clip_grad=optim.clip_grad,
         epochs=schedule.epochs,
         max_updates=getattr(schedule, 'max_updates', None),
-        late=int(getattr(schedule, 'step', None) == 'deit'),
+        epoch_delay=int(getattr(schedule, 'step', None) == 'deit'),
         ema_warmup=config.ema.warmup,
         seed=run.seed,
         amp=run.amp,

@@ -104,7 +104,7 @@ def _latest(folder: Path) -> list[Path]:
     return [older(folder / LAST, age) for age in range(MAX_KEPT)]
 
 
-def find_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def read_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Read the newest undamaged checkpoint of a run; warn about damaged ones.
 
     Returns:
@@ -253,7 +253,7 @@ def restore(
         ValueError: the checkpoint is missing, damaged, without the optimizer, or of another model or other data.
     """
     place = folder if where == 'auto' else Path(where)
-    found = find_latest(place) if where == 'auto' or place.is_dir() else (place, read_checkpoint(place))
+    found = read_latest(place) if where == 'auto' or place.is_dir() else (place, read_checkpoint(place))
     if found is None:
         if where == 'auto':
             return None

@@ -12,16 +12,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from aft_vision.errors import first_line
 from aft_vision.files import replacing
-from train.adjust import adjust
-from train.layers import (
+from train.adjust import adjust_to_command_line
+from train.config_layers import (
     COMMAND_LINE,
     Layer,
+    convert_layers,
     keys_of,
     last_text,
     merge_checked,
     naming_sources,
     read_layers,
-    typed_layers,
 )
 from train.model_section import (
     check_decoder,
@@ -67,7 +67,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
     layers = read_layers(path, overrides)
     with naming_sources(path, layers):
         name = last_text(layers, 'model.name', '')
-        layers = typed_layers(layers, schema, family_schema(name) if images else decoder_schema())
+        layers = convert_layers(layers, schema, family_schema(name) if images else decoder_schema())
     takes, is_recipe = (model_takes, is_recipe_of_images) if images else (decoder_takes, is_recipe_of_sequences)
     layers = drop_foreign_arguments(layers, takes, is_recipe, default_model_name(schema))
     layers = fill_preprocessing(layers) if images else layers
@@ -99,12 +99,12 @@ def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterab
     Raises:
         ValueError: an unknown key, or a value of the wrong type or range.
     """
-    typed = [layer for source, layer in layers if source == COMMAND_LINE]
+    given = [layer for source, layer in layers if source == COMMAND_LINE]
     files = merge_checked(schema, [layer for source, layer in layers if source != COMMAND_LINE])
-    merged = merge_checked(files, typed)
+    merged = merge_checked(files, given)
     try:
         merged = OmegaConf.unsafe_merge(
-            merged, adjust(merged, files, {key for layer in typed for key in keys_of(layer)})
+            merged, adjust_to_command_line(merged, files, {key for layer in given for key in keys_of(layer)})
         )
         built = typing.cast(Any, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:

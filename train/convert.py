@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     config = replace(config, run=replace(config.run, dir=str(folder)))
     experiment, state = folder / 'config.yaml', None
     check_folder(config, folder)
-    stages = place_stages(replace(config, model=keep_attention(config)), folder)
+    stages = chain_stages(replace(config, model=keep_attention(config)), folder)
     with (
         join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world,
         lock_run(folder) if world.is_primary else nullcontext(),
@@ -151,7 +151,7 @@ def check_folder(config: ConvertConfig, folder: Path) -> None:
         )
 
 
-def place_stages(config: ConvertConfig, folder: Path) -> list[Config]:
+def chain_stages(config: ConvertConfig, folder: Path) -> list[Config]:
     """Return the experiments of the stages, each with its folder and with the weights of the one before."""
     placed, start = [], folder / COPY
     for name, stage in config.stages().items():

@@ -43,9 +43,9 @@ from train.build import (
 )
 from train.checkpoint import BEST, Saver, lock_run
 from train.config import load_config
+from train.config_layers import command_line_text
 from train.distributed import World, join_world
 from train.key_list import format_keys, list_keys
-from train.layers import typed_text
 from train.model_section import model_schema
 from train.run import check_run_dir, find_run_dir, train_run
 from train.schema import Config
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
         check_run_dir(run_dir, config.run.resume, config.run.overwrite)
     with join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world:
         if args.eval:
-            start_first = bool(typed_text(args.config, args.overrides, 'run.init_from'))
+            start_first = bool(command_line_text(args.overrides, 'run.init_from'))
             checkpoint = evaluated_checkpoint(config, run_dir, start_first)
             evaluate_weights(config, checkpoint, world, progress=not args.quiet)
             return None

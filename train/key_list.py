@@ -4,7 +4,7 @@ import dataclasses
 import textwrap
 from typing import Any, NamedTuple
 
-from train.layers import as_yaml
+from train.config_layers import as_yaml
 from train.model_section import meanings_of
 
 

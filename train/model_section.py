@@ -23,7 +23,7 @@ from aft_vision.models.checkpoint import load_model
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
 from aft_vision.models.transfer_source import build_model
-from train.layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
+from train.config_layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
 from train.schema import require, unknown
 
 RESERVED_MODEL_KEYS = {

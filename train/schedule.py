@@ -6,7 +6,7 @@ import torch
 from timm.scheduler import CosineLRScheduler, WSDLRScheduler
 from timm.scheduler.scheduler import Scheduler
 
-from train.adjust import check_warmup
+from train.adjust import note_long_warmup
 
 
 def create_schedule(
@@ -23,7 +23,7 @@ def create_schedule(
         updates: Updates of the run.
         kind, warmup_updates, warmup_lr, min_lr: As in SequenceSchedule.
     """
-    check_warmup(warmup_updates, updates)
+    note_long_warmup(warmup_updates, updates)
     options: dict[str, Any] = dict(lr_min=min_lr, warmup_t=warmup_updates, warmup_lr_init=warmup_lr, t_in_epochs=False)
     if kind == 'cosine':
         return CosineLRScheduler(optimizer, t_initial=updates, **options)

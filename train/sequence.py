@@ -31,9 +31,9 @@ from aft_vision.visualize import draw_bits, save_figure
 from train.build import assemble_state
 from train.checkpoint import BEST, Saver, describe_samples, lock_run
 from train.config import load_config
+from train.config_layers import command_line_text
 from train.distributed import World, join_world
 from train.key_list import format_keys, list_keys
-from train.layers import typed_text
 from train.mismatch import naming_model_keys
 from train.model_section import decoder_schema
 from train.objective import Batch, Objective
@@ -239,7 +239,7 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
             print(data.note)
         if args.eval:
             best = run_dir / BEST
-            start = typed_text(args.config, args.overrides, 'run.init_from')
+            start = command_line_text(args.overrides, 'run.init_from')
             checkpoint = start or (best if best.exists() else config.run.init_from or best)
             if world.is_primary:
                 print(f'evaluates {checkpoint}')

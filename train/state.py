@@ -26,7 +26,7 @@ class Loop:
         batch_size: Samples per update, over all processes and accumulation steps.
         accumulate, clip_grad: Of the section `optim`.
         epochs, max_updates: Of `schedule`.
-        late: Epochs by which the schedule is behind, as DeiT's is by one.
+        epoch_delay: Epochs by which the schedule is behind, as DeiT's is by one.
         ema_warmup: Whether the decay of the moving average rises in the first updates.
         seed, amp, eval_every, max_seconds, skip_nonfinite, tensorboard: Of `run`.
     """
@@ -36,7 +36,7 @@ class Loop:
     clip_grad: float | None
     epochs: int
     max_updates: int | None
-    late: int
+    epoch_delay: int
     ema_warmup: bool
     seed: int
     amp: str
@@ -244,9 +244,9 @@ class TrainState:
 
     def set_rate(self) -> None:
         """Set the learning rate of the next update."""
-        progress, late = self.progress, self.loop.late
-        if progress.epoch > late:
-            self.scheduler.step(progress.epoch - late)
+        progress, delay = self.progress, self.loop.epoch_delay
+        if progress.epoch > delay:
+            self.scheduler.step(progress.epoch - delay)
         if progress.updates:
             self.scheduler.step_update(progress.updates)
 

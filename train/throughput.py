@@ -83,11 +83,11 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
     resident: Batch = next(iter(loaders.train))
     cases: list[tuple[Iterable[Batch], int, Callable[[TrainState, Batch], None]]] = [
         (loaders.train, ahead, lambda state, batch: None),
-        ([resident], 1, _pass),
-        (loaders.train, ahead, _pass),
+        ([resident], 1, _forward_backward),
+        (loaders.train, ahead, _forward_backward),
     ]
     rates = []
-    with _without_trace(state):
+    with _restoring_buffers(state):
         for source, untimed, work in cases:
             again = chain.from_iterable(repeat(source))
             seconds = _time(state, islice(again, untimed + batches), work, untimed)
@@ -106,14 +106,14 @@ def warm_up_ddp(state: TrainState) -> None:
         return
     # The batch is as large as in training, so that a compiled model is compiled only once.
     blank = state.objective.blank(state.loop.batch_size // (state.loop.accumulate * state.world.size))
-    with _without_trace(state):
+    with _restoring_buffers(state):
         # The layout changes at the beginning of the second pass.
         for _ in range(2):
-            _pass(state, blank)
+            _forward_backward(state, blank)
 
 
 @contextlib.contextmanager
-def _without_trace(state: TrainState) -> Iterator[None]:
+def _restoring_buffers(state: TrainState) -> Iterator[None]:
     """Restore what passes in training mode change except the weights: running statistics and gradients."""
     state.model.train()
     buffers = {name: buffer.clone() for name, buffer in state.model.named_buffers()}
@@ -141,12 +141,12 @@ def measure_overhead(state: TrainState, batch: Batch, rounds: int) -> Timing:
 def _bare_update(state: TrainState, micro_batches: Sequence[Batch]) -> None:
     state.optimizer.zero_grad(set_to_none=True)
     for batch in micro_batches:
-        _pass(state, batch)
+        _forward_backward(state, batch)
     state.scaler.step(state.optimizer)
     state.scaler.update()
 
 
-def _pass(state: TrainState, batch: Batch) -> None:
+def _forward_backward(state: TrainState, batch: Batch) -> None:
     """Go forward and backward, and change no weight."""
     device = state.world.device
     # A copy, because a batch is changed in place.

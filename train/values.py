@@ -62,7 +62,7 @@ _Loader.add_constructor('tag:yaml.org,2002:str', _Loader.construct_text)
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML with every unquoted value as Plain, for `typed`.
+    """Read YAML with every unquoted value as Plain, for `convert_value`.
 
     Raises:
         yaml.YAMLError: the text is not valid, or gives a key twice.
@@ -70,7 +70,7 @@ def read_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def typed(value: Any, hint: Any, key: str = '') -> Any:
+def convert_value(value: Any, hint: Any, key: str = '') -> Any:
     """Return a value, and every value in it, in the types of their keys.
 
     Args:
@@ -87,11 +87,11 @@ def typed(value: Any, hint: Any, key: str = '') -> Any:
     if isinstance(value, Mapping):
         hints, other = (hint, Any) if isinstance(hint, Mapping) else ({}, object if hint is object else Any)
         return {
-            str(name): typed(each, hints.get(name, other), f'{key}.{name}' if key else str(name))
+            str(name): convert_value(each, hints.get(name, other), f'{key}.{name}' if key else str(name))
             for name, each in value.items()
         }
     if isinstance(value, list):
-        return [typed(each, int if hint in PAIRS else hint, key) for each in value]
+        return [convert_value(each, int if hint in PAIRS else hint, key) for each in value]
     kinds, is_free = _kinds(hint), hint is Any and isinstance(value, Plain)
     if isinstance(value, Plain):
         value = _read_plain(value, kinds)

@@ -19,7 +19,7 @@ from small_runs import (
     run,
 )
 
-from train.checkpoint import find_latest
+from train.checkpoint import read_latest
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_a_run_that_is_ended_again_and_again_ends_as_if_it_had_not_been(processe
             assert codes == [128 + signal.SIGUSR1] * processes
         else:
             assert -signal.SIGKILL in codes
-        assert find_latest(ended)[1]['updates'] == updates
+        assert read_latest(ended)[1]['updates'] == updates
         for path in ended.glob('*.pth'):
             assert 'epoch' in torch.load(path, weights_only=True)
     assert run(again, processes) == [0] * processes
@@ -92,6 +92,6 @@ def test_a_signal_to_the_process_group_and_to_all_processes_is_survived(photogra
     # In the second update, which is finished.
     end = Interruption(PART, 3, signal=number, group=True)
     assert run(arguments, interruption=end) == [128 + number]
-    assert find_latest(ended)[1]['updates'] == 2
+    assert read_latest(ended)[1]['updates'] == 2
     assert run(arguments) == [0]
     assert_same_results(ended, whole)

@@ -17,7 +17,7 @@ from helpers import link_photographs
 from nodes import Nodes
 from small_runs import PART, RECIPE, SMALL, Interruption, assert_same_results, run, supervise, train
 
-from train.checkpoint import find_latest
+from train.checkpoint import read_latest
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / 'docs' / 'guide' / 'imagenet.md').read_text()
@@ -105,7 +105,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def has_two_updates(run_dir: Path) -> bool:
-    found = find_latest(run_dir)
+    found = read_latest(run_dir)
     return found is not None and found[1]['updates'] >= 2
 
 

@@ -208,7 +208,7 @@ def test_models_of_native_shapes_are_accepted(tmp_path, model):
         ('run: {dir: "${nothing}"}\n', r"file\.yaml: run\.dir: Interpolation key 'nothing' not found"),
         ('base: 3\n', 'expected base in .* to be the name of a file, got 3'),
         ('- 1\n', 'got a list'),
-        ('# model: {name: aft_conv_tiny}\n', r'sections of keys in .*file\.yaml, got an empty file'),
+        ('# model: {name: aft_conv_tiny}\n', r'in .*file\.yaml, with sections of keys, got an empty file'),
         ('base: file.yaml\n', 'which builds on itself'),
         ('base: none.yaml\n', r'none\.yaml, which does not exist'),
         (

@@ -95,7 +95,7 @@ def test_short_epochs_are_loaded_again(small, monkeypatch):
     state, loaders = prepare(*small, 'data.batch_size=120', 'data.num_workers=1')
     assert len(loaders.train) == 1
     timed = []
-    monkeypatch.setattr('train.throughput._pass', lambda state, batch: timed.append(batch))
+    monkeypatch.setattr('train.throughput._forward_backward', lambda state, batch: timed.append(batch))
     found = measure_throughput(state, loaders, 3)
     # The first epoch may lie ready.
     assert len(timed) == (1 + 3) + (1 + 3)
@@ -112,7 +112,7 @@ def test_no_round_is_rejected_before_anything_is_read(rounds):
 def test_what_was_read_ahead_does_not_count(small, monkeypatch):
     state, loaders = prepare(*small, 'data.batch_size=4', 'data.num_workers=4', 'optim.lr=0.1')
     timed = []
-    monkeypatch.setattr('train.throughput._pass', lambda state, batch: timed.append(batch))
+    monkeypatch.setattr('train.throughput._forward_backward', lambda state, batch: timed.append(batch))
     measure_throughput(state, loaders, 5)
     # On one batch the first pass alone is left out; of the loader nine batches may lie ready.
     assert len(timed) == (1 + 5) + (9 + 5)
@@ -121,7 +121,7 @@ def test_what_was_read_ahead_does_not_count(small, monkeypatch):
 def test_all_images_that_are_timed_have_one_size(small, monkeypatch):
     state, loaders = prepare(*small, 'data.train_sizes=[32,48]')
     sizes = set()
-    monkeypatch.setattr('train.throughput._pass', lambda state, batch: sizes.add(tuple(batch[0].shape[2:])))
+    monkeypatch.setattr('train.throughput._forward_backward', lambda state, batch: sizes.add(tuple(batch[0].shape[2:])))
     measure_throughput(state, loaders, 4)
     assert sizes == {(48, 48)}
 

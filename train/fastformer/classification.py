@@ -19,11 +19,11 @@ from transformers import (
 
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
+from train.config_layers import as_yaml
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.texts import TableData, read_own_and_drawn
 from train.fastformer.trainer import TextTrainer
-from train.layers import as_yaml
 
 # Kinds whose classes are the values found.
 FOUND_CLASSES = ('table', 'hub', 'mind_topic')

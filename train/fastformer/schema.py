@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
-from train.layers import as_yaml
+from train.config_layers import as_yaml
 from train.model_section import check_arguments, described, meanings_of, supported
 from train.schema import Experiment, require, unknown
 

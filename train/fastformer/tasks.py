@@ -8,13 +8,13 @@ from transformers.training_args import OptimizerNames
 
 from aft_vision.fastformer import PRESETS
 from train.config import build_config
+from train.config_layers import COMMAND_LINE, Layer, convert_layers, last_text, naming_sources, read_layers
 from train.fastformer.classification import ClassificationRun
 from train.fastformer.conversion import ConversionRun
 from train.fastformer.recommendation import RecommendationRun
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.summarization import SummarizationRun
-from train.layers import COMMAND_LINE, Layer, last_text, naming_sources, read_layers, typed_layers
 from train.model_section import leave_out
 from train.schema import unknown
 
@@ -39,16 +39,16 @@ def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextCon
         if not isinstance(task, str) or task not in TASKS:
             raise ValueError(unknown('task', task, TASKS, 'a task'))
         schema = TASKS[task].schema
-        layers = drop_for_preset(typed_layers(layers, schema, schema.model_schema()))
+        layers = drop_for_preset(convert_layers(layers, schema, schema.model_schema()))
         built = build_config(layers, schema, optimizers)
         return dataclasses.replace(built, model=built.check_model())
 
 
 def drop_for_preset(layers: Sequence[Layer]) -> list[Layer]:
     """Drop arguments of the files that a preset of the command line states, and print one line with them."""
-    typed = [layer for source, layer in layers if source == COMMAND_LINE]
+    given = [layer for source, layer in layers if source == COMMAND_LINE]
     preset = next(
-        (model['preset'] for layer in reversed(typed) if 'preset' in (model := layer.get('model') or {})), None
+        (model['preset'] for layer in reversed(given) if 'preset' in (model := layer.get('model') or {})), None
     )
     if preset not in PRESETS:
         return list(layers)

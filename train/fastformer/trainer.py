@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from aft_vision.devices import peak_memory_mb
-from train.adjust import check_warmup
+from train.adjust import note_long_warmup
 from train.fastformer.schema import TextConfig
 from train.signals import stop_run
 
@@ -103,7 +103,7 @@ class EpochMeter(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        check_warmup(int(args.warmup_steps), state.max_steps)
+        note_long_warmup(int(args.warmup_steps), state.max_steps)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

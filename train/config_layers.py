@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from aft_vision.errors import first_line
-from train.values import Argument, read_yaml, typed
+from train.values import Argument, convert_value, read_yaml
 
 # The source of a layer and its content; later layers win.
 Layer = tuple[str, Mapping[str, Any]]
@@ -23,7 +23,7 @@ YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 
 
 def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
-    """Read a file and its bases, the deepest first, and then the overrides; `typed_layers` gives their values a type.
+    """Read a file and its bases, the deepest first, and then the overrides; `convert_layers` gives their values a type.
 
     Raises:
         ValueError: a file cannot be read, or an override is malformed.
@@ -31,7 +31,7 @@ def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
     return [*_read_chain(Path(path)), *map(_read_override, overrides)]
 
 
-def typed_layers(layers: Sequence[Layer], schema: type, arguments: type | None) -> list[Layer]:
+def convert_layers(layers: Sequence[Layer], schema: type, arguments: type | None) -> list[Layer]:
     """Return layers with every value in the type of its key.
 
     Args:
@@ -49,29 +49,29 @@ def typed_layers(layers: Sequence[Layer], schema: type, arguments: type | None) 
     found: list[Layer] = []
     for source, layer in layers:
         try:
-            found.append((source, typed(layer, hints)))
+            found.append((source, convert_value(layer, hints)))
         except ValueError as error:
             raise ValueError(f'{source}: {error}') from error
     return found
 
 
 def last_text(layers: Sequence[Layer], key: str, default: str) -> str:
-    """Return a text of the last of the layers before `typed_layers` that sets it, as `section.key`, or the default."""
+    """Return a text of the last layer that sets it, as `section.key`, before `convert_layers`, or the default."""
     for _, layer in reversed(layers):
         value: Any = layer
         for name in key.split('.'):
             # A section may be an argument of its own.
-            value = typed(value, object) if isinstance(value, Argument) else value
+            value = convert_value(value, object) if isinstance(value, Argument) else value
             value = value.get(name) if isinstance(value, Mapping) else None
-        found = typed(value, str, key)
+        found = convert_value(value, str, key)
         if found is not None:
             return found
     return default
 
 
-def typed_text(path: str | Path, overrides: Sequence[str], key: str) -> str:
+def command_line_text(overrides: Sequence[str], key: str) -> str:
     """Return a text that the command line sets, as `section.key`; '' without one."""
-    return last_text([layer for layer in read_layers(path, overrides) if layer[0] == COMMAND_LINE], key, '')
+    return last_text([*map(_read_override, overrides)], key, '')
 
 
 @contextlib.contextmanager
@@ -154,13 +154,10 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
         content = read_yaml(path.read_text(encoding='utf-8'))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f'expected valid YAML in {path}, got: {error}') from error
-    if not isinstance(content, dict | list | None):
-        raise ValueError(f'expected valid YAML in {path}, with sections of keys, got: {content}')
-    if isinstance(content, list):
-        raise ValueError(f'expected sections of keys in {path}, got a list')
-    if not content:
-        raise ValueError(f'expected sections of keys in {path}, got an empty file')
-    base = typed(content.pop('base', None), str | None)
+    if not content or not isinstance(content, dict):
+        found = content and ('a list' if isinstance(content, list) else content)
+        raise ValueError(f'expected valid YAML in {path}, with sections of keys, got {found or "an empty file"}')
+    base = convert_value(content.pop('base', None), str | None)
     if not isinstance(base, str | None) or (base is not None and not (path.parent / base).exists()):
         missing = ', which does not exist' if isinstance(base, str) else ''
         raise ValueError(f'expected base in {path} to be the name of a file, got {base}{missing}')
