@@ -138,6 +138,7 @@ struct ForwardCall {
 extern "C" {
 
 AFT_PACKED(aft_local_causal_forward, ForwardCall)
+AFT_PACKED(aft_local_limits, Limits)
 
 // y and, unless den is null, the denominators, each relative to the reference of its block, or 0 where it is below its
 // limit. No key exceeds its reference by more than `headroom`, in nats. Returns 0 where a denominator that should not be is

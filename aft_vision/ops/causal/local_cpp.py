@@ -46,6 +46,9 @@ class _Limits(ctypes.Structure):
     _fields_ = [('underflow', ctypes.c_float), ('vanishing', ctypes.c_float)]
 
 
+cpp.STRUCTS['aft_local_limits'] = _Limits
+
+
 def supports(inputs: LocalInputs) -> bool:
     """Return whether the kernels support these inputs on this machine."""
     return inputs.band.dtype != torch.float64 and cpp.supports(inputs)

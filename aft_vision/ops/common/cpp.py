@@ -2,7 +2,7 @@
 
 If the library cannot be built, one line is logged and the torch forms run. A call gives its kernel one block of numbers
 and addresses, eight bytes each, in the order of a struct in C++. The sizes of both are compared once for each function,
-before its first call.
+before its first call; those of `STRUCTS` when the library is loaded.
 """
 
 import ctypes
@@ -31,6 +31,8 @@ OUT_OF_MEMORY = -1000
 LAYOUT = 4
 # What products multiply, as in `tile.h`.
 SINGLE, PAIRS, TILES = range(3)
+# Further structs of arguments, by their name in C++.
+STRUCTS: dict[str, type[ctypes.Structure]] = {}
 # A device costs less than its name.
 CPU = torch.device('cpu')
 # One context for all calls without a profile.
@@ -87,6 +89,8 @@ def _load(path: Path) -> Kernels:
         raise RuntimeError(
             f'expected C++ kernels of layout {LAYOUT}, got {found.aft_layout()}: install the package again'
         )
+    for name, structure in STRUCTS.items():
+        _check_size(found, name, ctypes.sizeof(structure))
     return found
 
 
@@ -143,13 +147,12 @@ def pack(function: str, *fields: int) -> bytes:
 
 @functools.cache
 def _layout(function: str, count: int) -> struct.Struct:
-    check_size(function, 8 * count)
+    _check_size(compiled(), function, 8 * count)
     return struct.Struct(f'{count}q')
 
 
-def check_size(function: str, size: int) -> None:
-    """Raise a RuntimeError unless a struct for a function has as many bytes as in C++."""
-    expected = getattr(compiled(), f'{function}_size')()
+def _check_size(kernels: Kernels, function: str, size: int) -> None:
+    expected = getattr(kernels, f'{function}_size')()
     if size != expected:
         raise RuntimeError(f'{function} needs a struct of {expected} bytes, got {size}: its fields differ in C++')
 

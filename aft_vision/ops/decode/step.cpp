@@ -244,6 +244,8 @@ extern "C" {
 
 AFT_PACKED(aft_decode, Decoder)
 AFT_PACKED(aft_decode_block, Block)
+AFT_PACKED(aft_tokens, Tokens)
+AFT_PACKED(aft_step_limits, Limits)
 
 // Takes a token x (B, C), which is overwritten, through the blocks from *place on and through the head, to out (B, n).
 // Returns 0; or, with *place at a block that the caller must mix, what `aft_local_step` does, or 5: call it

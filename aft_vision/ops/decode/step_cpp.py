@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.cpp import check_size, compiled, float_buffer, library, numbers, pointer
+from aft_vision.ops.common.cpp import STRUCTS, compiled, float_buffer, library, numbers, pointer
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState
@@ -62,6 +62,7 @@ class _Limits(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in ('headroom', 'reach', 'smallest')]
 
 
+STRUCTS.update(aft_decode=_Decoder, aft_decode_block=_Block, aft_tokens=_Tokens, aft_step_limits=_Limits)
 LIMITS = _Limits(decode.HEADROOM, decode.REACH, decode.SMALLEST)
 
 
@@ -144,8 +145,6 @@ class CompiledDecoder:
         widths = max(len(block.qkv.weight) for block in blocks), max(len(block.fc1.weight) for block in blocks)
         self._workspace = [float_buffer((batch, width)) for width in (widths[0], channels, channels, widths[1])]
         self._blocks = (_Block * len(blocks))(*(_block(block, self._row) for block in blocks))
-        check_size('aft_decode', ctypes.sizeof(_Decoder))
-        check_size('aft_decode_block', ctypes.sizeof(_Block))
         address = ctypes.addressof(self._blocks)
         self._decoder = _Decoder(address, len(blocks), batch, _layer(head), *map(pointer, self._workspace))
 

@@ -1,5 +1,6 @@
 """The compiled kernels as a library, and tensors as they are given to them."""
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterator
 
@@ -73,10 +74,15 @@ def test_a_struct_of_another_size_than_in_cpp_is_an_error(
         getattr(ops, name)(**inputs, backend='cpp')
 
 
-def test_kernels_of_another_layout_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(cpp, 'LAYOUT', -1)
+@pytest.mark.parametrize('name', ['layout', *cpp.STRUCTS])
+def test_kernels_of_another_layout_are_not_used(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(cpp, 'LAYOUT', -1 if name == 'layout' else cpp.LAYOUT)
+    monkeypatch.setitem(cpp.STRUCTS, name if name in cpp.STRUCTS else 'aft_tokens', ctypes.c_int32 * 7)
     assert cpp.library.__wrapped__() is None
-    assert 'expected C++ kernels of layout -1, got ' in caplog.text
+    message = 'expected C++ kernels of layout -1, got ' if name == 'layout' else f'{name} needs a struct of '
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize(
