@@ -148,13 +148,15 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         *(
             (*key, x, others, dtype)
             for key, sizes in COMPILED.items()
-            for x, others, dtype in product(sizes, ('', 'masked'), DTYPES)
+            for x, others, dtype in product(sizes, ('', 'masked'), DTYPES[:2])
         ),
+        # It is copied to float32.
+        *((*key, sizes[0], 'masked', torch.float16) for key, sizes in COMPILED.items()),
         # A head per channel is left to torch where a sequence has no tokens.
         *(
             ('cpp', name, x, 'masked in part', dtype)
             for name in ('aft_conv', 'aft_onehot')
-            for x, dtype in product(COMPILED['cpp', name], DTYPES)
+            for x, dtype in product(COMPILED['cpp', name], DTYPES[:2])
         ),
         *(('conv pairs', 'aft_conv', x, 'masked', torch.bfloat16) for x in HEADS),
         *(('cpp pairs', 'aft_full', (math.prod(x[0]), x[1]), 'masked', torch.bfloat16) for x in HEADS),
@@ -278,12 +280,12 @@ def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes:
                 ('wide', 'aft_conv', ((3, 6), 6, 5, 3)),
                 ('conv', 'aft_conv', ((3, 6), 6, 5, 3)),
                 ('conv tiles', 'aft_conv', ((2, 9), 6, 5, 3)),
-                ('cpp', 'aft_conv', ((6, 5), 66, 5)),
                 ('cpp', 'aft_axial', ((6, 5), 66, (6, 5))),
                 ('cpp', 'aft_axial', ((6, 5), 66, (6, 5), 11)),
             )
-            for nasty in product(NASTY_KEYS, NASTY_BIASES)
+            for nasty in product(NASTY_KEYS, ('within_50', 'plus_minus_80'))
         ),
+        *(('cpp', 'aft_conv', ((6, 5), 66, 5), '', *nasty) for nasty in product(NASTY_KEYS, NASTY_BIASES)),
         *(('cpp', 'aft_onehot', ((6, 5), 66, 4), '', *x) for x in product(NASTY_KEYS, (-50.0, -1e4, 200.0))),
         *(('cpp', 'aft_simple_causal', (140, 11), x, y, 'ordinary') for x in ('', 'masked') for y in NASTY_KEYS),
         *(
@@ -365,8 +367,8 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
         *(
             ('cpp', name, sizes, '', 'ordinary', 'ordinary', dtype)
             for name, sizes in (
-                *(('aft_conv', sizes) for sizes in HEADS),
-                *(('aft_full', (math.prod(grid), D)) for grid, D, *_ in HEADS),
+                *(('aft_conv', sizes) for sizes in HEADS[1:3]),
+                *(('aft_full', (math.prod(grid), D)) for grid, D, *_ in HEADS[1:3]),
             )
             for dtype in DTYPES[:2]
         ),
