@@ -100,12 +100,10 @@ def make_mask(B: int, T: int) -> Tensor:
 
 
 def change(name: str, inputs: dict[str, Any], others: str) -> dict[str, Any]:
-    """The inputs 'masked', or that 'in part', which leaves tokens in each sequence; with 'no gate'; 'window alone'."""
+    """The inputs 'masked', with 'no gate', 'window alone', or several of these."""
     found = dict(inputs)
     if 'masked' in others:
         mask = found['mask'] = make_mask(*inputs['v'].shape[:2])
-        if 'in part' in others:
-            mask[1] = mask[0].roll(1)
         if OPERATIONS[name].causal:
             # The first targets see nothing.
             mask[:, 0] = False

@@ -28,7 +28,6 @@ from typing import Any
 from tools.arguments import DTYPES
 from train.command_line import CommandParser
 
-OPERATORS = ('full', 'simple', 'conv', 'onehot', 'axial', 'local_causal', 'simple_causal')
 CAPABILITIES = ('8.0', '8.6', '8.9', '9.0', '10.0', '12.0')
 # (B, grid, D, channels of a head, window) of vision models, and of text.
 IMAGE, TEXT = (8, (14, 14), 384), (2, (1, 3072), 256)
@@ -58,7 +57,7 @@ TINY = [(1, (2, 3), 2, 1, 3)]
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--operators', nargs='+', choices=OPERATORS, default=[*OPERATORS], help='(default: all)')
+    parser.add_argument('--operators', nargs='+', choices=SHAPES, default=[*SHAPES], help='(default: all)')
     parser.add_argument('--dtypes', nargs='+', choices=DTYPES, default=[*DTYPES], help='type of q, k, v (default: all)')
     parser.add_argument('--json', type=Path, metavar='FILE', help='write what was found after each check')
     kind = parser.add_mutually_exclusive_group()

@@ -152,12 +152,6 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         ),
         # It is copied to float32.
         *((*key, sizes[0], 'masked', torch.float16) for key, sizes in COMPILED.items()),
-        # A head per channel is left to torch where a sequence has no tokens.
-        *(
-            ('cpp', name, x, 'masked in part', dtype)
-            for name in ('aft_conv', 'aft_onehot')
-            for x, dtype in product(COMPILED['cpp', name], DTYPES[:2])
-        ),
         *(('conv pairs', 'aft_conv', x, 'masked', torch.bfloat16) for x in HEADS),
         *(('cpp pairs', 'aft_full', (math.prod(x[0]), x[1]), 'masked', torch.bfloat16) for x in HEADS),
         *((*x, others, torch.bfloat16) for x in TILED for others in ('', 'masked', 'no gate')),
@@ -376,8 +370,8 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
         ('cpp tiles', 'aft_full', (35, 20), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('conv tiles', 'aft_conv', ((3, 20), 12, 5, 3), '', 'ordinary', 'ordinary', torch.bfloat16),
         ('cpp tiles', 'aft_local_causal', (40, 9, 5), '', 'ordinary', 'ordinary', torch.bfloat16),
-        ('cpp', 'aft_conv', ((5, 7), 66, 3), 'in part', 'ordinary', 'ordinary', torch.float32),
-        ('cpp', 'aft_onehot', ((5, 7), 66, 4), 'in part', 'ordinary', 'ordinary', torch.float32),
+        ('cpp', 'aft_conv', ((5, 7), 66, 3), '', 'ordinary', 'ordinary', torch.float32),
+        ('cpp', 'aft_onehot', ((5, 7), 66, 4), '', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_axial', ((5, 3), 60, (2, 9), 60), '', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_axial', ((5, 3), 60, (2, 9), 10), '', 'ordinary', 'ordinary', torch.float32),
         ('cpp', 'aft_local_causal', (40, 9, 5), '', 'ordinary', 'ordinary', torch.float32),
@@ -529,19 +523,20 @@ def test_it_runs_by_itself_and_nothing_of_it_in_torch_unless_eager_is_asked_for(
 
 @pytest.mark.parametrize('dtype', DTYPES[:2], ids=str)
 @rows(
-    'form, name, sizes, alone',
+    'form, name, sizes',
     [
-        ('cpp', 'aft_full', (20, 40), True),
-        ('cpp', 'aft_conv', ((3, 4), 70, 5, 7), True),
-        ('cpp', 'aft_conv', ((5, 7), 66, 3), False),
-        ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11), True),
+        ('cpp', 'aft_full', (20, 40)),
+        ('wide', 'aft_conv', ((3, 4), 70, 5, 7)),
+        ('conv', 'aft_conv', ((3, 4), 70, 5, 7)),
+        ('cpp', 'aft_conv', ((5, 7), 66, 3)),
+        ('cpp', 'aft_onehot', ((5, 7), 66, 4)),
+        ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11)),
     ],
 )
-def test_a_sequence_without_tokens_is_zero_and_costs_torch_nothing_where_the_kernels_run_alone(
-    form: str, name: str, sizes: Sizes, alone: bool, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+def test_a_sequence_without_tokens_is_zero_and_costs_torch_nothing(
+    form: str, name: str, sizes: Sizes, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    if alone:
-        forbid_eager(monkeypatch, name)
+    forbid_eager(monkeypatch, name)
     inputs = single(change(name, make_inputs(name, *sizes), 'masked'), dtype)
     y = op(form, name)(**inputs)
     assert not y[1].any()
