@@ -86,55 +86,56 @@ def read_mind_behaviors(
     ids: list[str] = []
     users: list[str] = []
     # Arrays, without an object for each news.
-    (history, candidates), sizes = (array('i') for _ in range(2)), (array('q'), array('q'))
+    history, candidates, history_sizes, candidate_sizes = array('i'), array('i'), array('q'), array('q')
     seconds, labels = array('q'), array('b')
     is_labelled: bool | None = None
-
-    def lookup(place: str, column: str, names: Sequence[str]) -> list[int]:
-        if drop_missing:
-            return [rows[name] for name in names if name in rows]
-        try:
-            return [rows[name] for name in names]
-        except KeyError as error:
-            raise ValueError(
-                f'{place}, column {column!r}: expected one of {len(rows)} news, got {error.args[0]!r}; drop_missing '
-                'leaves such out'
-            ) from error
-
     for record in read_delimited(path, '\t', BEHAVIOR_COLUMNS, quoted=False):
         place, values = record
-        clicked = lookup(place, 'history', values['history'].split())[-max_behaviors:]
+        clicked = _find_rows(place, 'history', values['history'].split(), rows, drop_missing)[-max_behaviors:]
+        history.extend(clicked)
+        history_sizes.append(len(clicked))
         parts = values['impressions'].split()
-        if not parts:
-            raise ValueError(f"{place}, column 'impressions': expected candidates, got none")
         if is_labelled is None:
-            is_labelled = '-' in parts[0]
+            is_labelled = '-' in ''.join(parts[:1])
         names, flags = _parse_candidates(place, parts, is_labelled, rows)
         if is_labelled:
             labels.extend(flag for name, flag in zip(names, flags, strict=True) if not drop_missing or name in rows)
-        shown = lookup(place, 'impressions', names)
+        shown = _find_rows(place, 'impressions', names, rows, drop_missing)
+        candidates.extend(shown)
+        candidate_sizes.append(len(shown))
         ids.append(values['impression_id'])
         users.append(sys.intern(values['user_id']))
         seconds.append(_read_time(record))
-        for found, kept, size in zip((clicked, shown), (history, candidates), sizes, strict=True):
-            kept.extend(found)
-            size.append(len(found))
     if not ids:
         raise ValueError(f'expected impressions in {path}, got none')
     return Behaviors(
         ids,
-        Ragged.from_sizes(history, sizes[0]),
-        Ragged.from_sizes(candidates, sizes[1]),
+        Ragged.from_sizes(history, history_sizes),
+        Ragged.from_sizes(candidates, candidate_sizes),
         np.array(labels, dtype=np.int8) if is_labelled else None,
         users,
         np.array(seconds),
     )
 
 
+def _find_rows(place: str, column: str, names: Sequence[str], rows: Mapping[str, int], drop_missing: bool) -> list[int]:
+    if drop_missing:
+        return [rows[name] for name in names if name in rows]
+    try:
+        return [rows[name] for name in names]
+    except KeyError as error:
+        raise ValueError(
+            f'{place}, column {column!r}: expected one of {len(rows)} news, got {error.args[0]!r}; drop_missing '
+            'leaves such out'
+        ) from error
+
+
 def _parse_candidates(
     place: str, parts: Sequence[str], is_labelled: bool, rows: Mapping[str, int]
 ) -> tuple[list[str], list[int]]:
     """Parse `N1-0 N2-1`, or `N1 N2`, to names and clicks."""
+    if not parts:
+        raise ValueError(f"{place}, column 'impressions': expected candidates, got none")
     names, flags = [], []
     for part in parts:
         name, _, label = part.rpartition('-')
