@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from .cache import FastformerCache
 from .causal import AdditiveCrossAttention, AttentionState, CausalFastformerAttention, DotProductCrossAttention
 from .config import FastformerConfig
-from .encoder import FeedForward
+from .encoder import FeedForward, as_mask
 
 CROSS_ATTENTIONS: dict[str, type[DotProductCrossAttention] | type[AdditiveCrossAttention]] = {
     'dot_product': DotProductCrossAttention,
@@ -127,10 +127,9 @@ class FastformerDecoder(nn.Module):
             ValueError: a mask of another shape, more tokens than positions, or no source.
         """
         before = 0 if cache is None else cache.get_seq_length()
-        mask, source_mask = _as_bool(attention_mask), _as_bool(encoder_attention_mask)
-        expected = (inputs_embeds.shape[0], before + inputs_embeds.shape[1])
-        if mask is not None and mask.shape != expected:
-            raise ValueError(f'decoder_attention_mask must have shape {expected}, got {tuple(mask.shape)}')
+        shape = (inputs_embeds.shape[0], before + inputs_embeds.shape[1])
+        mask = as_mask(attention_mask, shape, 'decoder_attention_mask')
+        source_mask = None if encoder_attention_mask is None else encoder_attention_mask.bool()
         if mask is not None:
             inputs_embeds = inputs_embeds.masked_fill(~mask[:, before:, None], 0.0)
         x = self.embeddings(inputs_embeds, before, mask)
@@ -164,7 +163,3 @@ class FastformerDecoder(nn.Module):
         for layer, state in zip((index, self.depth + index), states, strict=True):
             if cache is not None and state is not None:
                 cache.write(layer, state.queries, state.keys, tokens)
-
-
-def _as_bool(mask: Tensor | None) -> Tensor | None:
-    return mask if mask is None else mask.to(torch.bool)

@@ -1,8 +1,9 @@
 """The stack of layers between embeddings and heads, and the registry of encoders."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -36,6 +37,17 @@ def create_encoder(config: FastformerConfig) -> nn.Module:
     if config.encoder_mixer not in ENCODERS:
         raise ValueError(f'encoder_mixer must be one of {sorted(ENCODERS)}, got {config.encoder_mixer!r}')
     return ENCODERS[config.encoder_mixer](config)
+
+
+def as_mask(mask: Tensor | None, shape: Sequence[int], name: str = 'attention_mask') -> Tensor | None:
+    """Return a mask, 1 or True where a token counts, as booleans.
+
+    Raises:
+        ValueError: it has another shape.
+    """
+    if mask is not None and mask.shape != torch.Size(shape):
+        raise ValueError(f'{name} must have shape {tuple(shape)}, got {tuple(mask.shape)}')
+    return None if mask is None else mask.bool()
 
 
 class FeedForward(nn.Module):

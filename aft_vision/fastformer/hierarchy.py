@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from .additive import AdditivePooling
 from .config import FastformerConfig
-from .encoder import create_encoder, create_norm
+from .encoder import as_mask, create_encoder, create_norm
 from .modeling import FastformerModel, FastformerPreTrainedModel
 
 
@@ -147,9 +147,7 @@ class UserEncoder(nn.Module):
         length = behaviors.shape[1]
         if length > self.max_behaviors:
             raise ValueError(f'a user may have {self.max_behaviors} behaviours (max_behaviors), got {length}')
-        if mask is not None and mask.shape != behaviors.shape[:2]:
-            expected, got = tuple(behaviors.shape[:2]), tuple(mask.shape)
-            raise ValueError(f'mask must have shape {expected} to match the behaviours, got {got}')
+        mask = as_mask(mask, behaviors.shape[:2], 'mask')
         if length == 0:
             return behaviors.new_zeros(len(behaviors), behaviors.shape[2])
         if mask is not None:

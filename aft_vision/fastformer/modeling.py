@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from .additive import AdditivePooling, FastformerAttention
 from .baselines import BaselineLayer
 from .config import FastformerConfig
-from .encoder import ENCODERS, create_encoder, create_norm
+from .encoder import ENCODERS, as_mask, create_encoder, create_norm
 from .initialization import draw_weights
 from .interaction import Concat
 from .standalone import SavesCode
@@ -188,11 +188,11 @@ def _require_matching_weights(model: PreTrainedModel, missing: Any, source: Any)
         )
 
 
-def _without_decoder(config: FastformerConfig) -> FastformerConfig:
-    """Return the configuration, or a copy of one that a saved model with a decoder has."""
-    if config.is_encoder_decoder:
+def with_decoder(config: FastformerConfig, is_encoder_decoder: bool) -> FastformerConfig:
+    """Return the configuration of a model with or without a decoder: this one, or a changed copy."""
+    if config.is_encoder_decoder != is_encoder_decoder:
         config = copy.deepcopy(config)
-        config.is_encoder_decoder = False
+        config.is_encoder_decoder = is_encoder_decoder
     return config
 
 
@@ -208,7 +208,7 @@ class FastformerModel(FastformerPreTrainedModel):
 
     def __init__(self, config: FastformerConfig, use_pooling: bool = True) -> None:
         # Without pooling it is the encoder of a model with a decoder, whose configuration it shares.
-        super().__init__(_without_decoder(config) if use_pooling else config)
+        super().__init__(with_decoder(config, False) if use_pooling else config)
         config = self.config
         self.embeddings = FastformerEmbeddings(config)
         self.encoder = create_encoder(config)
@@ -246,7 +246,7 @@ class FastformerModel(FastformerPreTrainedModel):
             ValueError: both or neither of input_ids and inputs_embeds are given, or the mask has another shape.
         """
         inputs_embeds = self._embed(input_ids, attention_mask, inputs_embeds)
-        mask = _as_mask(attention_mask, inputs_embeds)
+        mask = as_mask(attention_mask, inputs_embeds.shape[:2])
         if mask is not None:
             # A weight of zero times a value that is not finite would be NaN.
             inputs_embeds = inputs_embeds.masked_fill(~mask[..., None], 0.0)
@@ -276,22 +276,13 @@ class FastformerModel(FastformerPreTrainedModel):
         )
 
 
-def _as_mask(attention_mask: Tensor | None, embeds: Tensor) -> Tensor | None:
-    if attention_mask is None:
-        return None
-    if attention_mask.shape != embeds.shape[:2]:
-        expected, got = tuple(embeds.shape[:2]), tuple(attention_mask.shape)
-        raise ValueError(f'attention_mask must have shape {expected} to match the tokens, got {got}')
-    return attention_mask.bool()
-
-
 class FastformerForSequenceClassification(FastformerPreTrainedModel):
     """A linear layer on the pooled text: one label of several, several labels, or regression."""
 
     _names_with_decoder: ClassVar[Mapping[str, str]] = {r'^encoder\.(embeddings|encoder)\.': r'model.\1.'}
 
     def __init__(self, config: FastformerConfig) -> None:
-        config = _without_decoder(config)
+        config = with_decoder(config, False)
         super().__init__(config)
         self.num_labels = len(config.id2label or {})
         self.model = FastformerModel(config)

@@ -3,7 +3,6 @@
 `generate` is that of transformers: greedy, beams, sampling.
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from .cache import FastformerCache
 from .config import FastformerConfig
 from .decoder import FastformerDecoder
-from .modeling import FastformerModel, FastformerPreTrainedModel, require_labels
+from .modeling import FastformerModel, FastformerPreTrainedModel, require_labels, with_decoder
 
 # The label of a token without a loss, in torch and in transformers.
 IGNORED = -100
@@ -49,9 +48,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
     accepts_loss_kwargs = True
 
     def __init__(self, config: FastformerConfig) -> None:
-        if not config.is_encoder_decoder:
-            config = copy.deepcopy(config)
-            config.is_encoder_decoder = True
+        config = with_decoder(config, True)
         super().__init__(config)
         self.encoder = FastformerModel(config, use_pooling=False)
         self.decoder = FastformerDecoder(config)

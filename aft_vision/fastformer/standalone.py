@@ -69,15 +69,9 @@ def write_code(saved: Any, folder: Path) -> None:
         # A pair of the slow and the fast one.
         saved._auto_map = {'AutoTokenizer': [None, _reference(type(saved))]}
         return
-    saved.config.auto_map = {
-        'AutoConfig': _reference(type(saved.config)),
-        **(
-            {'AutoModel': f'{PREFIX}modeling.FastformerModel'}
-            if name.endswith(('Classification', 'Generation'))
-            else {}
-        ),
-        AUTO_CLASSES[name]: _reference(type(saved)),
-    }
+    saved.config.auto_map = {'AutoConfig': _reference(type(saved.config)), AUTO_CLASSES[name]: _reference(type(saved))}
+    if name.endswith(('Classification', 'Generation')):
+        saved.config.auto_map['AutoModel'] = f'{PREFIX}modeling.FastformerModel'
 
 
 def _reference(x: type) -> str:

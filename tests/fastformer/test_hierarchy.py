@@ -107,7 +107,7 @@ def test_without_positions_the_order_of_behaviours_is_of_no_account():
     ('arguments', 'message'),
     [
         ((torch.zeros(2, 10, C),), r'may have 9 behaviours \(max_behaviors\), got 10'),
-        ((torch.zeros(2, 5, C), torch.ones(2, 4)), r'shape \(2, 5\) .*got \(2, 4\)'),
+        ((torch.zeros(2, 5, C), torch.ones(2, 4)), r'mask must have shape \(2, 5\), got \(2, 4\)'),
     ],
 )
 def test_behaviours_that_do_not_fit_are_refused(arguments: tuple[Tensor, ...], message: str):
