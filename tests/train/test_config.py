@@ -11,7 +11,7 @@ from helpers import save_model
 from train.build import resolve_images
 from train.config import load_config, save_config
 from train.convert_schema import ConvertConfig
-from train.fastformer.schema import check_text_model
+from train.fastformer.schema import TextConfig
 from train.fastformer.tasks import TASKS
 from train.model_section import check_decoder, check_model
 from train.schema import Config
@@ -63,7 +63,7 @@ def test_null_is_the_default_of_an_argument_that_the_model_cannot_have_as_none()
     decoder = {'name': 'aft_local_pixel', 'mixer': 'full', 'window': None}
     assert check_decoder(decoder | {'depth': None, 'dropout': None}) == decoder
     text = {'hidden_size': None, 'causal': None, 'initializer_range': None}
-    assert check_text_model(text, max_length=8) == {'initializer_range': None}
+    assert TextConfig(model=text).check_model() == {'initializer_range': None}
 
 
 def test_the_resolved_file_gives_the_same_experiment(tmp_path, vit_file):

@@ -27,8 +27,9 @@ from aft_vision.fastformer.predictions import write_predictions
 from aft_vision.fastformer.ranking import score_behaviors
 from train.fastformer.recommendation_data import RecommendationData, read_splits
 from train.fastformer.run import TextRun
-from train.fastformer.schema import TextConfig, check_text_model, text_model_schema
+from train.fastformer.schema import TextConfig
 from train.fastformer.trainer import with_epochs
+from train.schema import require
 
 PREDICTION = 'prediction_{split}.zip'
 
@@ -37,22 +38,15 @@ PREDICTION = 'prediction_{split}.zip'
 class RecommendationConfig(TextConfig):
     """One experiment with a recommender; `model` may also have `text_model`, a language model for the texts."""
 
+    more_keys = {'text_model': 'A language model for the texts: a folder, or a name on the hub.'}  # noqa: RUF012
+
     task: str = 'recommendation'
     data: RecommendationData = field(default_factory=RecommendationData)
 
-    @staticmethod
-    def model_schema() -> type:
-        return text_model_schema(text_model='A language model for the texts: a folder, or a name on the hub.')
-
     def check_model(self) -> dict[str, Any]:
-        rest = dict(self.model)
-        text_model = rest.pop('text_model', None)
-        if not isinstance(text_model, str | None):
-            raise ValueError(f'expected model.text_model to be a folder or a name, got {text_model!r}')
-        if text_model is not None and self.data.glove is not None:
-            raise ValueError(f'expected data.glove to be null with model.text_model, got {self.data.glove!r}')
-        checked = check_text_model(rest, self.data.max_length)
-        return checked if text_model is None else {**checked, 'text_model': text_model}
+        plain = self.data.glove is None or self.model.get('text_model') is None
+        require('data.glove', self.data.glove, plain, 'null with model.text_model')
+        return super().check_model()
 
 
 class ClickOrder(Sampler):
@@ -211,10 +205,6 @@ class RecommendationRun(TextRun):
         if found != expected:
             raise ValueError(f'expected a model of {expected} clicks (data.max_behaviors), got {source} with {found}')
         super().check_loaded(model, source)
-
-    def stated_model(self) -> dict[str, Any]:
-        # The source of the initial weights is not a field of the model.
-        return {key: value for key, value in super().stated_model().items() if key != 'text_model'}
 
     def check_as_stated(self, model: PreTrainedModel, source: str | Path) -> None:
         super().check_as_stated(model, source)

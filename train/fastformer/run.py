@@ -298,7 +298,8 @@ class TextRun(ABC):
 
     def stated_model(self) -> dict[str, Any]:
         """Return the fields of the model's configuration that the experiment sets."""
-        return stated_model(self.config.model)
+        stated = stated_model(self.config.model)
+        return {key: value for key, value in stated.items() if key not in self.config.more_keys}
 
     def arguments(self, folder: Path, seed: int, **more: Any) -> TrainingArguments:
         """Convert the experiment to arguments of transformers' Trainer; `more` are those of `training_arguments`."""

@@ -197,9 +197,11 @@ class TextConfig(Experiment):
         task: A name of `tasks.TASKS`, which decides the rest.
     """
 
-    # The configuration of the task's model, whose fields `model` may have, except the reserved ones.
+    # The configuration of the task's model, whose fields `model` may have, except the reserved ones, with the reason.
     model_config: ClassVar[type[FastformerConfig]] = FastformerConfig
     reserved: ClassVar[Mapping[str, str]] = RESERVED_KEYS
+    # Meanings of further keys of `model`, which are texts.
+    more_keys: ClassVar[Mapping[str, str]] = {}
 
     task: str = 'classification'
     model: dict[str, Any] = field(default_factory=dict)
@@ -212,90 +214,43 @@ class TextConfig(Experiment):
         self.check_batch_size(1)
 
     @classmethod
+    @cache
     def model_schema(cls) -> type:
-        """Return the keys of the `model` section as a dataclass."""
-        return text_model_schema(cls.model_config, cls.reserved)
+        """Return the keys of the `model` section as a dataclass: ours, without those of every model of transformers."""
+        ours = [each for each in reversed(cls.model_config.__mro__) if issubclass(each, FastformerConfig)]
+        hints = {name: hint for each in ours for name, hint in each.__annotations__.items()}
+        meanings = {name: meaning for each in ours for name, meaning in meanings_of(each).items()}
+        meanings |= {key: f'Not for an experiment: {reason}.' for key, reason in cls.reserved.items()}
+        texts = {'preset': 'A column of the Table 9 presets, which the other keys change.', **cls.more_keys}
+        keys = [(name, str | None, described(name, str, 'null', meaning)) for name, meaning in texts.items()]
+        for name, hint in hints.items():
+            default = as_yaml(getattr(cls.model_config, name, None))
+            keys.append((name, supported(hint), described(name, hint, default, meanings.get(name, ''))))
+        return make_dataclass('Model', keys)
 
     def check_model(self) -> dict[str, Any]:
-        """Return the `model` section with its values in their types.
+        """Return the `model` section, `{preset: ..., **keyword arguments of FastformerConfig}`, in its types.
 
         Raises:
             ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
         """
-        return check_text_model(self.model, self.data.max_length, self.model_config, self.reserved)
-
-
-def check_text_model(
-    model: Mapping[str, Any],
-    max_length: int,
-    kind: type[FastformerConfig] = FastformerConfig,
-    reserved: Mapping[str, str] = RESERVED_KEYS,
-) -> dict[str, Any]:
-    """Check `{preset: ..., **keyword arguments of FastformerConfig}`, building nothing.
-
-    Args:
-        max_length: Maximal tokens of a text.
-        kind: That class, or the task's subclass of it, whose fields it may have too.
-        reserved: Fields that are not for an experiment, and why.
-
-    Raises:
-        ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
-    """
-    for key in reserved.keys() & model.keys():
-        raise ValueError(f'model.{key} = {model[key]!r} is not for an experiment: {reserved[key]}')
-    checked = check_arguments(model, text_model_schema(kind, reserved))
-    named = (
-        ('preset', PRESETS, 'a preset'),
-        ('encoder_mixer', ENCODERS, 'an encoder'),
-        ('hidden_act', ACT2FN, 'a function'),
-    )
-    for key, names, what in named:
-        if checked.get(key) is not None and checked[key] not in names:
-            raise ValueError(unknown(f'model.{key}', checked[key], names, what))
-    try:
-        text_model_config(checked, max_length, kind)
-    except ValueError as error:
-        raise ValueError(f'model: {error}') from error
-    return checked
-
-
-def text_model_schema(
-    kind: type[FastformerConfig] = FastformerConfig, reserved: Mapping[str, str] = RESERVED_KEYS, **more: str
-) -> type:
-    """Return the keys of the `model` section as a dataclass: ours, without those of every model of transformers.
-
-    Args:
-        kind, reserved: As `check_text_model` takes them.
-        more: Meanings of further keys, which are texts.
-    """
-    # mypy takes the class for one of its instances, which have no hash.
-    return _text_model_schema(kind, tuple(reserved.items()), tuple(more.items()))  # type: ignore[arg-type]
-
-
-@cache
-def _text_model_schema(
-    kind: type[FastformerConfig], reserved: tuple[tuple[str, str], ...], more: tuple[tuple[str, str], ...]
-) -> type:
-    ours = [each for each in reversed(kind.__mro__) if issubclass(each, FastformerConfig)]
-    fields = {name: hint for each in ours for name, hint in each.__annotations__.items()}
-    meanings = {name: meaning for each in ours for name, meaning in meanings_of(each).items()}
-    meanings |= {key: f'Not for an experiment: {reason}.' for key, reason in reserved}
-    preset = described('preset', str, 'null', 'A column of the Table 9 presets, which the other keys change.')
-    return make_dataclass(
-        'Model',
-        [
-            ('preset', str | None, preset),
-            *((name, str | None, described(name, str, 'null', meaning)) for name, meaning in more),
-            *(
-                (
-                    name,
-                    supported(hint),
-                    described(name, hint, as_yaml(getattr(kind, name, None)), meanings.get(name, '')),
-                )
-                for name, hint in fields.items()
-            ),
-        ],
-    )
+        for key in self.reserved.keys() & self.model.keys():
+            raise ValueError(f'model.{key} = {self.model[key]!r} is not for an experiment: {self.reserved[key]}')
+        checked = check_arguments(self.model, self.model_schema())
+        named = (
+            ('preset', PRESETS, 'a preset'),
+            ('encoder_mixer', ENCODERS, 'an encoder'),
+            ('hidden_act', ACT2FN, 'a function'),
+        )
+        for key, names, what in named:
+            if checked.get(key) is not None and checked[key] not in names:
+                raise ValueError(unknown(f'model.{key}', checked[key], names, what))
+        fields = {key: value for key, value in checked.items() if key not in self.more_keys}
+        try:
+            text_model_config(fields, self.data.max_length, self.model_config)
+        except ValueError as error:
+            raise ValueError(f'model: {error}') from error
+        return checked
 
 
 def stated_model(model: Mapping[str, Any]) -> dict[str, Any]:
