@@ -131,7 +131,7 @@ def answer(model: Any, path: str | Path, side: int, query: tuple[float, float]) 
     grid = model.patch_embed.dynamic_feat_size((side, side))
     token = tuple(min(int(share * length), length - 1) for share, length in zip(query, grid, strict=True))
     keys = None
-    if has_keys(model):
+    if aft_mixers(model):
         # A hybrid has blocks of attention too, whose keys are not drawn.
         _, layers = capture_mixers(model, photograph.images)
         chosen = [layers[index].layer for index in choose(len(layers), MAX_LAYERS)]
@@ -151,11 +151,6 @@ def draw(figure: Any) -> Image.Image:
     return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert('RGB')
 
 
-def crop_square(model: Any, path: str | Path, side: int) -> Image.Image:
-    """Return the square of a photograph that a model sees."""
-    return Image.fromarray(load_photograph(path, model, (side, side)).pixels.numpy())
-
-
 def page_theme() -> dict[str, Any]:
     """Return the theme of the page, with fonts of the browser: others would be downloaded."""
     import gradio
@@ -171,12 +166,9 @@ def add_outputs(name: str, model: Any) -> list[Any]:
     gradio.Markdown(f'## {name}\n{sum(x.numel() for x in model.parameters()):,} parameters')
     classes, time = gradio.Label(label='Classes', num_top_classes=3), gradio.Markdown()
     attention = gradio.Image(show_label=False, interactive=False)
-    return [classes, time, attention, gradio.Image(show_label=False, interactive=False, visible=has_keys(model))]
-
-
-def has_keys(model: Any) -> bool:
-    """Return whether a model has AFT mixers, whose keys can be drawn."""
-    return bool(aft_mixers(model))
+    # Only AFT mixers have keys that can be drawn.
+    keys = gradio.Image(show_label=False, interactive=False, visible=bool(aft_mixers(model)))
+    return [classes, time, attention, keys]
 
 
 def side_limits(models: Sequence[Any]) -> tuple[int, int, int]:
@@ -206,7 +198,8 @@ def build_page(models: dict[str, Any], examples: Sequence[Path]) -> Any:
         threads = torch.get_num_threads()
         times = [f'{each.milliseconds:.1f} ms, one image, {threads} thread{"s" * (threads > 1)}' for each in found]
         each = [[a.classes, t, a.attention, a.keys] for a, t in zip(found, times, strict=True)]
-        return [crop_square(first, path, side), *(part for parts in each for part in parts)]
+        seen = Image.fromarray(load_photograph(path, first, (side, side)).pixels.numpy())
+        return [seen, *(part for parts in each for part in parts)]
 
     def choose_token(picture: Image.Image, event: gradio.SelectData) -> tuple[float, float]:
         x, y = event.index

@@ -13,7 +13,6 @@ from aft_vision.visualize.biases import (
     bias_rows,
     bias_statistics,
     draw_position_biases,
-    mixer_bias,
     position_biases,
 )
 from aft_vision.visualize.capture import MixerInputs, capture_mixers

@@ -102,14 +102,22 @@ def relative_attention(
     Raises:
         ValueError: the model has no such mixer, a head does not exist, or there are no images.
     """
-    average = _Average(choose(attention_heads(model), max_heads) if heads is None else heads)
+    chosen = choose(attention_heads(model), max_heads) if heads is None else heads
+    totals: dict[nn.Module, Tensor] = {}
+    images = 0
+
+    def add(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
+        own = check_indices('head', chosen, _heads(mixer), 1)
+        for tokens in x.split(1):
+            found = relative_mean(_attention(mixer, tokens, grid, prefix, own), grid).cpu().double()
+            totals[mixer] = totals.get(mixer, torch.zeros_like(found)) + found
+
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        average.layer = 0
-        run_with_hooks(model, batch, (Attention, AFTMixer), average.add)
-        average.images += len(batch)
-    if not average.images:
+        run_with_hooks(model, batch, (Attention, AFTMixer), add)
+        images += len(batch)
+    if not images:
         raise ValueError('expected at least one image, got none')
-    return torch.stack(average.totals) / average.images
+    return torch.stack([*totals.values()]) / images
 
 
 def attention_heads(model: nn.Module) -> int:
@@ -123,24 +131,6 @@ def attention_heads(model: nn.Module) -> int:
 
 def _heads(mixer: Any) -> int:
     return mixer.num_heads if isinstance(mixer, Attention) else mixer.split_sizes[-2]
-
-
-class _Average:
-    """A running sum of the relative attention of each layer over images."""
-
-    def __init__(self, heads: Sequence[int]) -> None:
-        self.heads = heads
-        self.totals: list[Tensor] = []
-        self.images = self.layer = 0
-
-    def add(self, mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
-        heads = check_indices('head', self.heads, _heads(mixer), 1)
-        for tokens in x.split(1):
-            found = relative_mean(_attention(mixer, tokens, grid, prefix, heads), grid).cpu().double()
-            if self.layer == len(self.totals):
-                self.totals.append(torch.zeros_like(found))
-            self.totals[self.layer] += found
-        self.layer += 1
 
 
 def _attention(

@@ -21,24 +21,30 @@ from aft_vision.visualize.figure import (
     number,
 )
 
-
-@torch.no_grad()
-def mixer_bias(mixer: AFTMixer) -> Tensor | None:
-    """Return the position bias w of a mixer in evaluation, at its own grid.
-
-    Returns:
-        AFT-conv and one-hot models: (h, s, s), after AFT Eq. 8, and with one offset per head after AFT Eq. 10.
-        AFT-axial: (h, 2a - 1, 2b - 1), the sums of its biases. AFT-full: (1, T, T), AFT Eq. 7. AFT-local:
-        (1, T, 2s - 1), or (1, T, s) if causal, AFT Eq. 4. AFT-simple: None.
-    """
-    return mixer.evaluated_bias()
+# Title, note, ends of the scale and colours of a picture.
+EXPONENTIATED = (
+    'Exponentiated position biases exp(w)',
+    'The bias multiplies the weight of a source by exp(w). Below: the smallest and the largest.',
+    ('smallest', 'largest'),
+    SEQUENTIAL,
+)
+CENTRED = (
+    'Position biases exp(w) - 1',
+    'Red: the bias increases the weight of a source; blue: decreases it; white: no change.\n'
+    'Each picture has its own scale, given below it.',
+    ('minus the number', '0', 'plus the number'),
+    DIVERGING,
+)
 
 
 def position_biases(model: nn.Module) -> list[Tensor]:
     """Return exp(w) - 1 of each mixer in the order of the layers, as shown in AFT Fig. 1.
 
     Returns:
-        As `mixer_bias`, float32 on the CPU.
+        float32 on the CPU, of the bias that evaluation uses, at the mixer's own grid. AFT-conv and one-hot models:
+        (h, s, s), after AFT Eq. 8, and with one offset per head after AFT Eq. 10. AFT-axial: (h, 2a - 1, 2b - 1), the
+        sums of its biases. AFT-full: (1, T, T), AFT Eq. 7. AFT-local: (1, T, 2s - 1), or (1, T, s) if causal, AFT
+        Eq. 4. AFT-simple has none.
 
     Raises:
         ValueError: no layer of the model has a position bias.
@@ -46,9 +52,10 @@ def position_biases(model: nn.Module) -> list[Tensor]:
     return list(_biases_by_layer(model).values())
 
 
+@torch.no_grad()
 def _biases_by_layer(model: nn.Module) -> dict[int, Tensor]:
-    found = {layer: mixer_bias(mixer) for mixer, layer in mixer_layers(model).items()}
-    biases = {layer: bias.detach().float().expm1().cpu() for layer, bias in found.items() if bias is not None}
+    found = {layer: mixer.evaluated_bias() for mixer, layer in mixer_layers(model).items()}
+    biases = {layer: bias.float().expm1().cpu() for layer, bias in found.items() if bias is not None}
     if not biases:
         raise _without_biases(model)
     return biases
@@ -93,7 +100,7 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
     """
     rows = []
     for mixer, layer in mixer_layers(model).items():
-        bias = mixer_bias(mixer)
+        bias = mixer.evaluated_bias()
         if bias is None:
             continue
         if not mixer.on_grid:
@@ -164,60 +171,32 @@ def draw_position_biases(
     heads = check_indices('head', heads, len(biases[list(biases)[-1]][layers[0]]), max_heads)
     if exponentiated:
         biases = {title: {layer: bias + 1 for layer, bias in each.items()} for title, each in biases.items()}
-    cell = _CellMaker(exponentiated)
-    many = len(heads) > 1
     blocks: list[Block] = []
     for title, each in biases.items():
-        rows = (_head_rows if many else _layer_rows)(each, heads, layers, cell)
+        rows = _rows(each, heads, layers, exponentiated)
         # The rows of both models show the same layers.
         blocks.append(Block(title, [('' if blocks else label, cells) for label, cells in rows]))
-    return draw_grid(blocks, cell.title, cell.note, cell.ends, cell.cmap, 0.62 if many else 1.7)
+    return draw_grid(blocks, *(EXPONENTIATED if exponentiated else CENTRED), side=0.62 if len(heads) > 1 else 1.7)
 
 
-class _CellMaker:
-    """A function that makes the picture of one head, with its own scale."""
-
-    def __init__(self, exponentiated: bool) -> None:
-        self.exponentiated = exponentiated
-        self.cmap = SEQUENTIAL if exponentiated else DIVERGING
-        if exponentiated:
-            self.title = 'Exponentiated position biases exp(w)'
-            self.note = 'The bias multiplies the weight of a source by exp(w). Below: the smallest and the largest.'
-            self.ends: tuple[str, ...] = ('smallest', 'largest')
-        else:
-            self.title = 'Position biases exp(w) - 1'
-            self.note = (
-                'Red: the bias increases the weight of a source; blue: decreases it; white: no change.\n'
-                'Each picture has its own scale, given below it.'
-            )
-            self.ends = ('minus the number', '0', 'plus the number')
-
-    def __call__(self, bias: Tensor, title: str = '') -> Cell:
-        low, high = _limits(bias, self.exponentiated)
-        caption = f'{number(low)} to {number(high)}' if self.exponentiated else f'\u00b1{number(high)}'
-        return Cell(bias, low, high, title, caption)
-
-
-def _head_rows(
-    biases: Mapping[int, Tensor], heads: Sequence[int], layers: Sequence[int], cell: _CellMaker
+def _rows(
+    biases: Mapping[int, Tensor], heads: Sequence[int], layers: Sequence[int], exponentiated: bool
 ) -> list[tuple[str, list[Cell]]]:
-    return layer_rows(layers, heads, lambda layer: [cell(biases[layer][head]) for head in heads])
-
-
-def _layer_rows(
-    biases: Mapping[int, Tensor], heads: Sequence[int], layers: Sequence[int], cell: _CellMaker
-) -> list[tuple[str, list[Cell]]]:
-    cells = [cell(biases[layer][heads[0]], f'layer {layer + 1}') for layer in layers]
+    if len(heads) > 1:
+        return layer_rows(layers, heads, lambda layer: [_cell(biases[layer][head], exponentiated) for head in heads])
+    cells = [_cell(biases[layer][heads[0]], exponentiated, f'layer {layer + 1}') for layer in layers]
     columns = min(4, math.ceil(math.sqrt(len(cells))))
     return [('', cells[start : start + columns]) for start in range(0, len(cells), columns)]
 
 
-def _limits(values: Tensor, exponentiated: bool) -> tuple[float, float]:
+def _cell(bias: Tensor, exponentiated: bool, title: str = '') -> Cell:
+    # The picture of a head, with its own scale.
+    low, high = bias.min().item(), bias.max().item()
     if exponentiated:
-        low, high = values.min().item(), values.max().item()
-        return low, max(high, low + 1e-6)
-    limit = max(values.abs().max().item(), 1e-6)
-    return -limit, limit
+        high = max(high, low + 1e-6)
+        return Cell(bias, low, high, title, f'{number(low)} to {number(high)}')
+    limit = max(-low, high, 1e-6)
+    return Cell(bias, -limit, limit, title, f'\u00b1{number(limit)}')
 
 
 def _check_match(biases: Sequence[Mapping[int, Tensor]]) -> None:

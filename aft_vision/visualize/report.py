@@ -26,7 +26,7 @@ from aft_vision.visualize.attention import (
     draw_relative_attention,
     relative_attention,
 )
-from aft_vision.visualize.biases import bias_statistics, draw_position_biases, mixer_bias
+from aft_vision.visualize.biases import bias_statistics, draw_position_biases
 from aft_vision.visualize.capture import capture_mixers, token_grid
 from aft_vision.visualize.figure import choose, figure_png
 from aft_vision.visualize.history import draw_history
@@ -93,7 +93,7 @@ def report_sections(report: Report) -> list[Section]:
         sections.append(Section('Training', partial(_training_section, report)))
     if {path.parent.name for path in report.labelled} & {*class_labels(report.model)}:
         sections.append(Section('Accuracy', partial(_accuracy_section, report)))
-    if any(mixer_bias(mixer) is not None for mixer in aft_mixers(report.model)):
+    if any(mixer.evaluated_bias() is not None for mixer in aft_mixers(report.model)):
         sections.append(Section('Position biases', partial(_bias_section, report)))
     if report.averaged:
         sections.append(Section('Average relative attention', partial(_relative_section, report)))
@@ -106,7 +106,7 @@ def report_sections(report: Report) -> list[Section]:
 def model_facts(model: Any, size: tuple[int, int] | None = None) -> dict[str, str]:
     """Describe an AFT model: its size, its mixer and its input of (H, W) pixels, by default its own size."""
     mixers = aft_mixers(model)
-    bias = mixer_bias(mixers[0])
+    bias = mixers[0].evaluated_bias()
     height, width = size or default_size(model)
     grid = token_grid(model, (height, width))
     facts = {
