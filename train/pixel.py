@@ -26,7 +26,7 @@ if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
 from aft_vision.commandline import run_command
-from aft_vision.data import EvalDataset, PixelDataset, images_to_tokens, read_cifar10
+from aft_vision.data import EvalDataset, PixelDataset, read_cifar10
 from aft_vision.data.pixels import TOKENS
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import PixelConfig
@@ -44,7 +44,7 @@ class PixelSequences(SequenceData):
         return PixelDataset(read_cifar10(config.data.dir, 'train'), config.augment, config.run.seed)
 
     def eval_data(self, split: str) -> EvalDataset:
-        return EvalDataset(images_to_tokens(read_cifar10(self.config.data.dir, split)).reshape(-1), TOKENS)
+        return EvalDataset(read_cifar10(self.config.data.dir, split).reshape(-1), TOKENS)
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:

@@ -6,7 +6,7 @@ from aft_vision.data.datasets import Source
 from aft_vision.data.imagenet import Loaders, Preprocessing, create_eval_loader, create_loaders
 from aft_vision.data.images import CorruptImageError, open_image
 from aft_vision.data.native import Inputs, NativeShape, move
-from aft_vision.data.pixels import PixelAugmentation, images_to_tokens, read_cifar10
+from aft_vision.data.pixels import PixelAugmentation, read_cifar10
 from aft_vision.data.recall import RecallTask
 from aft_vision.data.sampling import STEP, Draw, Shard, SizeSchedule, derive_seed
 from aft_vision.data.sequences import (

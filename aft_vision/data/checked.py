@@ -35,12 +35,22 @@ class ImageData:
         transform: Of an image; None changes nothing.
         train_transform, eval_transform: Build a transform for the images as this data set has them.
         targets: Class of every image; None if the data set does not list them.
+        named: Flags of the images that have been named in the log; None where the first one is an error.
     """
 
     transform: Any = None
     train_transform: Callable[..., Any] = staticmethod(train_transform)
     eval_transform: Callable[..., Any] = staticmethod(eval_transform)
     targets: np.ndarray | None = None
+    named: torch.Tensor | None = None
+
+    def name_once(self, flag: int, error: CorruptImageError) -> None:
+        """Raise the error of an image, or, where it is skipped, log it once."""
+        if self.named is None:
+            raise CorruptImageError(f'{error}; {REMEDY}') from error
+        if not self.named[flag]:
+            self.named[flag] = True
+            _logger.warning('skipped: %s', error)
 
 
 class CheckedDataset(ImageData, Dataset, ABC):
@@ -53,7 +63,6 @@ class CheckedDataset(ImageData, Dataset, ABC):
     """
 
     on_corrupt = 'raise'
-    _named: torch.Tensor | None = None
 
     def skip_corrupt(self, instead: str) -> None:
         """Skip images that cannot be decoded, and name each once.
@@ -61,7 +70,7 @@ class CheckedDataset(ImageData, Dataset, ABC):
         Args:
             instead: `next` or `none`, for `on_corrupt`.
         """
-        self.on_corrupt, self._named = instead, new_flags(len(self))
+        self.on_corrupt, self.named = instead, new_flags(len(self))
 
     def __getitem__(self, index: int) -> Any:
         for position in range(index, index + MAX_SKIPPED_IN_A_ROW):
@@ -80,11 +89,7 @@ class CheckedDataset(ImageData, Dataset, ABC):
 
     def report(self, index: int, error: CorruptImageError) -> None:
         """Raise the error of an image, or, where it is skipped, log it once."""
-        if self._named is None:
-            raise CorruptImageError(f'{error}; {REMEDY}') from error
-        if not self._named[index]:
-            self._named[index] = True
-            _logger.warning('skipped: %s', error)
+        self.name_once(index, error)
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -20,6 +20,7 @@ from timm.data import ImageDataset, create_dataset
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torchvision.datasets import DatasetFolder
 
+from aft_vision.data.bytes import PACKED
 from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, OtherDataset, PartOfDataset
 from aft_vision.data.images import (
     HIDDEN,
@@ -39,8 +40,6 @@ EVAL_SPLITS = ('val', 'validation', 'valid', 'test')
 NAMED = ('torch/', 'hfds/', 'wds/')
 PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
 CAN_SKIP = ('hfds/', 'wds/')
-# The first bytes of gzip, bzip2, xz and zstd.
-COMPRESSED = re.compile(rb'\x1f\x8b|BZh[1-9]1AY|\xfd7zXZ|\x28\xb5\x2f\xfd')
 # Names that a message lists.
 MAX_LISTED = 10
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
@@ -426,7 +425,7 @@ def _read_members(path: Path) -> dict[str, tarfile.TarInfo]:
     """Return the members of an uncompressed tar file by name, after checking that it is whole."""
     try:
         with path.open('rb') as file:
-            if COMPRESSED.match(file.read(8)):
+            if PACKED.match(file.read(10)):
                 raise tarfile.ReadError('it is compressed; decompress it')
             # The end marker of a tar file; without it, a file truncated between two members looks complete.
             file.seek(max(file.seek(0, os.SEEK_END) - 1024, 0))

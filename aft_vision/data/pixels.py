@@ -41,11 +41,6 @@ class PixelAugmentation:
         return np.clip(image.astype(np.int16) + shift, 0, 255).astype(np.uint8)
 
 
-def images_to_tokens(images: np.ndarray) -> np.ndarray:
-    """Convert images (N, H, W, 3) to raster order (N, H * W * 3), red, green and blue within a pixel."""
-    return images.reshape(len(images), -1)
-
-
 def read_cifar10(path: str | Path, split: str) -> np.ndarray:
     """Read the images of CIFAR10; nothing is downloaded.
 

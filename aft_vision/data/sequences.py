@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aft_vision.data.imagenet import survive_signals
-from aft_vision.data.pixels import PixelAugmentation, images_to_tokens
+from aft_vision.data.pixels import PixelAugmentation
 from aft_vision.data.recall import FILLER, RecallTask
 from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Shard, derive_seed
 
@@ -24,8 +24,8 @@ class PixelDataset(Dataset):
         self.images, self.augment, self.seed = images, augment, seed
 
     def __getitem__(self, draw: Draw) -> np.ndarray:
-        image = self.augment(self.images[draw.image], _generator(self.seed, draw))
-        return images_to_tokens(image[None])[0]
+        # Raster order, red, green and blue within a pixel.
+        return self.augment(self.images[draw.image], _generator(self.seed, draw)).reshape(-1)
 
     def __len__(self) -> int:
         return len(self.images)

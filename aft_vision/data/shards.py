@@ -16,13 +16,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from timm.data.readers.reader_wds import SAMPLE_INITIAL_SIZE, SAMPLE_SHUFFLE_SIZE
 from timm.data.readers.shared_count import SharedCount
 from timm.data.readers.targets import get_field, has_field
 from torch.utils.data import IterableDataset, get_worker_info
 
-from aft_vision.data.checked import REMEDY, ImageData, new_flags
+from aft_vision.data.checked import ImageData, new_flags
 from aft_vision.data.images import CorruptImageError, image_suffixes, is_hidden, open_image
 from aft_vision.data.sampling import ORDER, SAMPLE, Shard, derive_seed, restored_generators, seed_generators
 
@@ -87,7 +86,6 @@ class WebDataset(ImageData, IterableDataset):
     """
 
     target_transform: Any = None
-    _named: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -191,7 +189,7 @@ class WebDataset(ImageData, IterableDataset):
 
     def skip_corrupt(self, instead: str) -> None:
         """Leave out images that cannot be decoded and what cannot be read of a file; name each once."""
-        self._named = new_flags(NUM_FLAGS)
+        self.named = new_flags(NUM_FLAGS)
 
     @property
     def skipped(self) -> int:
@@ -207,16 +205,11 @@ class WebDataset(ImageData, IterableDataset):
         Args:
             images: Number of images that are lost by it; at most so many if it is unknown.
         """
-        if self._named is None:
-            raise CorruptImageError(f'{error}; {REMEDY}') from error
         with self._skipped.get_lock():
             self._skipped.value += images
         # Images have no number here. Two of them may share a flag; their count is reported all the same. The cause
         # may be told in other words in the next epoch.
-        flag = zlib.crc32(str(error).partition(': ')[0].encode()) % NUM_FLAGS
-        if not self._named[flag]:
-            self._named[flag] = True
-            _logger.warning('skipped: %s', error)
+        self.name_once(zlib.crc32(str(error).partition(': ')[0].encode()) % NUM_FLAGS, error)
 
     def _read(self) -> Iterator[tuple[Any, Any]]:
         """Yield the images of this process and their classes."""

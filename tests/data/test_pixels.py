@@ -9,7 +9,7 @@ import torch
 from torchvision.datasets import CIFAR10
 
 from aft_vision import models
-from aft_vision.data import PixelAugmentation, images_to_tokens, read_cifar10
+from aft_vision.data import Draw, PixelAugmentation, PixelDataset, read_cifar10
 
 RNG = np.random.default_rng(0)
 IMAGES = {
@@ -73,7 +73,8 @@ def test_the_exact_pixels_at_hand_are_read():
 
 def test_the_raster_goes_row_by_row_and_has_red_green_and_blue_of_a_pixel_side_by_side():
     images = IMAGES['test']
-    tokens = images_to_tokens(images)
+    dataset = PixelDataset(images, PixelAugmentation(hflip=0.0, shift=0), seed=0)
+    tokens = np.stack([dataset[Draw(0, number, 0)] for number in range(2)])
     assert tokens.shape == (2, 3072)
     assert [tokens[1, (5 * 32 + 7) * 3 + c] for c in range(3)] == list(images[1, 5, 7])
     # The order in which the models draw.

@@ -11,7 +11,6 @@ from aft_vision.data import (
     PixelDataset,
     Shard,
     WindowDataset,
-    images_to_tokens,
     sequence_eval_loader,
     sequence_train_loader,
     sliding_windows,
@@ -74,7 +73,7 @@ def test_an_epoch_goes_on_at_any_update_and_the_next_is_another():
 
 
 def test_training_images_are_augmented_and_those_of_the_evaluation_are_not():
-    plain = images_to_tokens(IMAGES)
+    plain = IMAGES.reshape(len(IMAGES), -1)
     loader = sequence_train_loader(PixelDataset(IMAGES, PixelAugmentation(), 0), 4)
     assert not any((torch.cat(epoch(loader)).numpy() == row).all(1).any() for row in plain[:2])
     still = sequence_train_loader(PixelDataset(IMAGES, PixelAugmentation(hflip=0, shift=0), 0), 4)
@@ -118,10 +117,10 @@ def test_processes_share_the_windows_and_count_each_character_once():
 
 
 def test_processes_share_the_images_of_an_evaluation():
-    images = EvalDataset(images_to_tokens(IMAGES[:7]).reshape(-1), 3072)
+    images = EvalDataset(IMAGES[:7].reshape(-1), 3072)
     loaders = [sequence_eval_loader(images, 2, shard=Shard(rank, 3)) for rank in range(3)]
     found = torch.cat([tokens for loader in loaders for tokens, _ in loader])
-    assert sorted(found.tolist()) == sorted(images_to_tokens(IMAGES[:7]).tolist())
+    assert sorted(found.tolist()) == sorted(IMAGES[:7].reshape(7, -1).tolist())
 
 
 def test_a_text_shorter_than_a_window_and_a_batch_larger_than_the_data_are_rejected():
