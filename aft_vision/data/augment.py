@@ -74,6 +74,12 @@ class Augmentation:
         """Return whether batches are mixed, so that targets are distributions over classes."""
         return self.mix_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
 
+    @property
+    def mix_arguments(self) -> dict[str, float]:
+        """Return the arguments of timm's classes of mixup and cutmix."""
+        alphas = {'mixup_alpha': self.mixup, 'cutmix_alpha': self.cutmix}
+        return {**alphas, 'prob': self.mix_prob, 'switch_prob': self.mix_switch_prob}
+
 
 class BatchAugmentation:
     """Random erasing, then mixup or cutmix, of a normalised batch on its device, for any loader.
@@ -94,14 +100,7 @@ class BatchAugmentation:
             self.erase = RandomErasing(augment.random_erasing, mode='pixel', max_count=1, device=str(device))
         self.mix = None
         if augment.mixes:
-            self.mix = Mixup(
-                mixup_alpha=augment.mixup,
-                cutmix_alpha=augment.cutmix,
-                prob=augment.mix_prob,
-                switch_prob=augment.mix_switch_prob,
-                label_smoothing=label_smoothing,
-                num_classes=num_classes,
-            )
+            self.mix = Mixup(**augment.mix_arguments, label_smoothing=label_smoothing, num_classes=num_classes)
 
     def __call__(self, images: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Augment a batch in place.
@@ -162,15 +161,7 @@ def native_mixup(augment: Augmentation, num_classes: int) -> NaFlexMixup | None:
 
     It pairs images of similar shapes, and mixes where both are if their centres are put together.
     """
-    if not augment.mixes:
-        return None
-    return NaFlexMixup(
-        num_classes=num_classes,
-        mixup_alpha=augment.mixup,
-        cutmix_alpha=augment.cutmix,
-        prob=augment.mix_prob,
-        switch_prob=augment.mix_switch_prob,
-    )
+    return NaFlexMixup(**augment.mix_arguments, num_classes=num_classes) if augment.mixes else None
 
 
 def train_transform(

@@ -270,6 +270,12 @@ class AFTPyramid(nn.Module):
         self.head.reset(num_classes, global_pool, reset_other=reset_other, in_features=self.num_features, **dd)
         self.head_hidden_size = self.head.num_features
 
+    def _embed(self, x: Tensor, attn_mask: Tensor | None) -> Tensor:
+        if not torch.jit.is_scripting():
+            fix_trained_size(x)
+        check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
+        return self.stem(clear_padding(x, attn_mask, self.stride))
+
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Compute the map of the last stage.
 
@@ -282,10 +288,7 @@ class AFTPyramid(nn.Module):
         Returns:
             (B, C, rows, columns).
         """
-        if not torch.jit.is_scripting():
-            fix_trained_size(x)
-        check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
-        x = self.stem(clear_padding(x, attn_mask, self.stride))
+        x = self._embed(x, attn_mask)
         for stage in self.stages:
             x = stage(x, attn_mask)
         return x
@@ -317,10 +320,7 @@ class AFTPyramid(nn.Module):
         if output_fmt != 'NCHW':
             raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
         taken, last = feature_take_indices(len(self.stages), indices)
-        if not torch.jit.is_scripting():
-            fix_trained_size(x)
-        check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
-        x = self.stem(clear_padding(x, attn_mask, self.stride))
+        x = self._embed(x, attn_mask)
         maps: list[Tensor] = []
         for i, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
             x = stage(x, attn_mask)

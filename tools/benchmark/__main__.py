@@ -16,7 +16,6 @@ go on. A machine that other processes use is refused, before and after. `SECTION
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -120,6 +119,7 @@ import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
+from aft_vision.files import write_json
 from aft_vision.ops.common.choice import choices_path, describe_choices
 from tools.benchmark.printer import format_rows
 from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load
@@ -172,8 +172,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {'machine': machine, 'backends': backends, 'load': load, 'settings': settings}
     result |= {'rows': report.rows, **({'fits': report.fits} if report.fits else {})}
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2, default=str) + '\n')
+        write_json(args.json, result)
     if is_goals and any(row['verdict'] in ('below', 'failed') for row in report.rows):
         raise SystemExit(1)
     return result
