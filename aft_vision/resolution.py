@@ -245,7 +245,7 @@ def draw_accuracies(tables: Sequence[Mapping[str, Any]]) -> Any:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    rows = sorted((row for table in tables for row in table['sizes']), key=_place_of)
+    rows = sorted((row for table in tables for row in table['sizes']), key=_sort_key)
     columns = list(dict.fromkeys(map(size_label, rows)))
     trained = [size_label({'scales': [table['train_size']]}) for table in tables]
     names = [f'{table["name"]}, {size}' for table, size in zip(tables, trained, strict=True)]
@@ -273,7 +273,7 @@ def draw_accuracies(tables: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def _place_of(row: Mapping[str, Any]) -> tuple[bool, bool, int, int]:
+def _sort_key(row: Mapping[str, Any]) -> tuple[bool, bool, int, int]:
     # Squares and rectangles by area, then native shapes by their patches, then averages.
     height, width = row.get('height', 0), row.get('width', 0)
     return 'scales' in row, 'max_tokens' in row, row.get('max_tokens', height * width), height

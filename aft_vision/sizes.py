@@ -49,7 +49,7 @@ def check_image_size(model: nn.Module, size: Sequence[int], pads: bool = True) -
 
 def check_resizable(model: nn.Module, size: Sequence[int]) -> None:
     """Raise a ValueError if a model has a fixed input size other than (H, W) in pixels and no `set_input_size`."""
-    if _is_made_for_another(model, size) and not hasattr(model, 'set_input_size'):
+    if _has_other_fixed_size(model, size) and not hasattr(model, 'set_input_size'):
         raise ValueError(f'expected a model that can be resized, got a {type(model).__name__}, which cannot')
 
 
@@ -70,7 +70,7 @@ def resize_model(model: nn.Module, size: Sequence[int] | None) -> Any:
         return model
     check_image_size(model, size)
     check_resizable(model, size)
-    if _is_made_for_another(model, size):
+    if _has_other_fixed_size(model, size):
         resizable: Any = model
         resizable.set_input_size(img_size=tuple(size))
     return model
@@ -93,5 +93,5 @@ def record_size(model: nn.Module, size: Sequence[int]) -> None:
         resizable.set_input_size(img_size=tuple(size))
 
 
-def _is_made_for_another(model: nn.Module, size: Sequence[int]) -> bool:
+def _has_other_fixed_size(model: nn.Module, size: Sequence[int]) -> bool:
     return has_fixed_input_size(model) and default_size(model) != tuple(size)

@@ -44,7 +44,7 @@ from aft_vision.data import VOCABULARIES
 from aft_vision.data.bytes import decode, encode
 from aft_vision.files import write_json
 from aft_vision.models import AFTDecoder
-from tools.sampling import load, rules
+from tools.sampling import load_for, sampling_rules
 
 
 def main(argv: Sequence[str] | None = None) -> list[bytes]:
@@ -58,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> list[bytes]:
     """
     args = parse_args(argv)
     check_out(args.out, args.checkpoint, args.prompt_file)
-    model = load(args, 'char')
+    model = load_for(args, 'char')
     vocabulary = vocabulary_of(model)
     prompt = args.prompt.encode() if args.prompt_file is None else args.prompt_file.read_bytes()
     tokens = torch.tensor(encode(prompt, vocabulary, 'the prompt').tolist(), dtype=torch.int64)
-    drawn = model.sample(args.num_samples, args.length, tokens, seed=args.seed, **rules(args))
+    drawn = model.sample(args.num_samples, args.length, tokens, seed=args.seed, **sampling_rules(args))
     texts = [decode(row.numpy(), vocabulary) for row in drawn.cpu()]
     if args.out is not None:
         rows = [{'text': text.decode(errors='replace'), 'hex': text.hex()} for text in texts]

@@ -49,9 +49,9 @@ from aft_vision.visualize import (
     DPI,
     attention_heads,
     capture_mixers,
-    choose,
     draw_attention,
     draw_key_maps,
+    evenly_spaced,
     find_photographs,
     load_photograph,
     predictions,
@@ -134,9 +134,9 @@ def answer(model: Any, path: str | Path, side: int, query: tuple[float, float]) 
     if aft_mixers(model):
         # A hybrid has blocks of attention too, whose keys are not drawn.
         _, layers = capture_mixers(model, photograph.images)
-        chosen = [layers[index].layer for index in choose(len(layers), MAX_LAYERS)]
+        chosen = [layers[index].layer for index in evenly_spaced(len(layers), MAX_LAYERS)]
         keys = draw(draw_key_maps(photograph, layers, max_heads=MAX_HEADS, chosen_layers=chosen))
-    chosen = choose(len(model.blocks), MAX_LAYERS)
+    chosen = evenly_spaced(len(model.blocks), MAX_LAYERS)
     attention = draw(draw_attention(photograph, model, token, max_heads=MAX_HEADS, chosen_layers=chosen))
     return Answer(dict(predictions(model, logits)), 1000 * min(seconds), attention, keys)
 

@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     else:
         write_program(model, shape, lowering, args)
     weights = ', with random weights' if args.model and not args.pretrained else ''
-    print(f'{args.out} is written{weights}{describe(shape, args.format)}')
+    print(f'{args.out} is written{weights}{describe_inputs(shape, args.format)}')
     return args.out
 
 
@@ -177,7 +177,7 @@ def write_program(model: Any, shape: InputShape, lowering: str, args: argparse.N
         print(f'int8: the most likely class is that of the float32 file for {100 * same:.1f} % of the photographs')
 
 
-def describe(shape: InputShape, file_format: str) -> str:
+def describe_inputs(shape: InputShape, file_format: str) -> str:
     """Describe the inputs of the file."""
     if file_format not in ('onnx', 'pt2'):
         return ''

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     check_image_size(model, size)
     thresholds = choose_thresholds(model, args)
     loader, class_names = create_data_loader(model, size, args, device)
-    rows = measure(model, loader, thresholds)
+    rows = measure_pruned(model, loader, thresholds)
     result = {
         'checkpoint': str(args.checkpoint),
         'data': args.name or args.data,
@@ -128,7 +128,7 @@ def choose_thresholds(model: nn.Module, args: argparse.Namespace) -> list[float]
     return sorted({0.0, *chosen, *by_share, *([] if args.save is None else [args.save])})
 
 
-def measure(model: nn.Module, loader: Any, thresholds: Sequence[float]) -> list[dict[str, Any]]:
+def measure_pruned(model: nn.Module, loader: Any, thresholds: Sequence[float]) -> list[dict[str, Any]]:
     """Evaluate the model pruned at all thresholds in one pass, and measure the size of its kernels."""
     pruned = [prune(model, threshold) for threshold in thresholds]
     metrics = evaluate_all(pruned, loader, next(model.parameters()).device, progress=sys.stderr.isatty())

@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
         raise ValueError(f'expected no --text-columns for the films of {args.news}, got {" ".join(args.text_columns)}')
     columns = args.text_columns or ranker.model.config.text_columns
     news = read_mind_news(args.news, columns) if has_news else read_films(args.news)
-    history = find(news, args.history, args.news)
-    candidates = find(news, args.candidates or [name for name in news.ids if name not in args.history], args.news)
+    history = rows_of(news, args.history, args.news)
+    candidates = rows_of(news, args.candidates or [name for name in news.ids if name not in args.history], args.news)
     scores = ranker.score([news.texts[row] for row in history], [news.texts[row] for row in candidates])
     best = [(float(scores[i]), candidates[i]) for i in (-scores).argsort(kind='stable')[: args.top]]
     if not history:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
     return [(score, news.ids[row]) for score, row in best]
 
 
-def find(news: News, names: Sequence[str], source: Path) -> list[int]:
+def rows_of(news: News, names: Sequence[str], source: Path) -> list[int]:
     """Return the rows of news by name.
 
     Raises:

@@ -139,11 +139,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
         raise ValueError(f'expected a file, got the folder {out}: try --out {out / name}')
     check_out(out, args.checkpoint, args.before, args.images, Path(args.vit) if args.vit else None)
     if args.only:
-        save_figure(draw(args), out)
+        save_figure(draw_picture(args), out)
         print(f'the picture is in {out}')
         return out
     words = sys.argv[1:] if argv is None else argv
-    report = collect(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
+    report = load_report(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
     sections = [*report_sections(report)]
     sizes = folder / 'eval_resolution.json'
     if sizes.is_file() and is_older(sizes, args.checkpoint):
@@ -177,7 +177,7 @@ def sizes_section(path: Path) -> str:
     return picture(figure_png(draw_sizes(found['sizes'], found['train_size'])), alt, caption)
 
 
-def draw(args: argparse.Namespace) -> Any:
+def draw_picture(args: argparse.Namespace) -> Any:
     """Draw the picture of --only."""
     device = resolve_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
@@ -198,7 +198,7 @@ def draw(args: argparse.Namespace) -> Any:
     return draw_attention(photograph, model, (row - 1, column - 1), **options)
 
 
-def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
+def load_report(args: argparse.Namespace, folder: Path, command: str) -> Report:
     """Load all that the report is made of."""
     device = resolve_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
@@ -215,7 +215,7 @@ def collect(args: argparse.Namespace, folder: Path, command: str) -> Report:
         vit=resize_model(load_model(args.vit, device), args.size) if args.vit else None,
         history=read_history(summary) if summary else (),
         targets=targets,
-        facts={**recorded_facts(args.checkpoint), **origin(command)},
+        facts={**recorded_facts(args.checkpoint), **describe_origin(command)},
         query=(args.query[0] - 1, args.query[1] - 1) if args.query else None,
         max_heads=args.max_heads,
     )
@@ -236,7 +236,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def origin(command: str) -> dict[str, str]:
+def describe_origin(command: str) -> dict[str, str]:
     """Return what made the page: the command, the versions and the date."""
     versions = f'aft_vision {__version__}, timm {timm.__version__}, torch {torch.__version__}'
     return {'Command': command, 'Versions': versions, 'Date': f'{datetime.now(UTC):%Y-%m-%d %H:%M} UTC'}

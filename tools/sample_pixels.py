@@ -72,7 +72,7 @@ from aft_vision.files import replacing
 from aft_vision.models import PixelDecoder, half_mask
 from aft_vision.models.pixel import MASKS
 from aft_vision.visualize import completion_sheet, image_sheet, load_pixels
-from tools.sampling import load, rules
+from tools.sampling import load_for, sampling_rules
 
 
 def main(argv: Sequence[str] | None = None) -> torch.Tensor:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
         raise ValueError(
             f'expected the file of a picture, such as {args.out.with_suffix(".png")}, got --out {args.out}'
         )
-    model = load(args, 'pixel')
+    model = load_for(args, 'pixel')
     assert isinstance(model, PixelDecoder)
     if args.images or args.data:
         images = model.check_images(read_images(args, model.img_size))
@@ -99,14 +99,14 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
 
         def complete(numbers: list[int]) -> torch.Tensor:
             chosen = images[[i // args.num_samples for i in numbers]]
-            return model.complete_images(chosen, mask, seed=[args.seed + i for i in numbers], **rules(args))
+            return model.complete_images(chosen, mask, seed=[args.seed + i for i in numbers], **sampling_rules(args))
 
         drawn = draw_images(complete, len(images) * args.num_samples, args)
         sheet = completion_sheet(images, mask, drawn, args.scale, args.originals)
     else:
 
         def sample(numbers: list[int]) -> torch.Tensor:
-            return model.sample_images(len(numbers), seed=[args.seed + i for i in numbers], **rules(args))
+            return model.sample_images(len(numbers), seed=[args.seed + i for i in numbers], **sampling_rules(args))
 
         drawn = draw_images(sample, args.num_images, args)
         sheet = image_sheet(drawn, args.columns, args.scale)

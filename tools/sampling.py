@@ -8,7 +8,7 @@ from aft_vision.devices import resolve_device
 from aft_vision.models import AFTDecoder, load_decoder
 
 
-def load(args: argparse.Namespace, task: str) -> AFTDecoder:
+def load_for(args: argparse.Namespace, task: str) -> AFTDecoder:
     """Load the model of the checkpoint.
 
     Raises:
@@ -20,6 +20,6 @@ def load(args: argparse.Namespace, task: str) -> AFTDecoder:
     return model
 
 
-def rules(args: argparse.Namespace) -> dict[str, Any]:
+def sampling_rules(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `Session.complete`, without the seeds."""
     return dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, progress=sys.stderr.isatty())

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
     set_license(model, args.license or source.license)
     export_model(model, args.out, names, {**data_config, 'input_size': input_size}, card=True)
-    result = describe(args, rows, report)
+    result = report_content(args, rows, report)
     write_json(args.out / 'transfer_report.json', result)
     print(f'the model, its card and transfer_report.json are in {args.out}')
     return result
@@ -134,7 +134,7 @@ def print_table(rows: Sequence[Row], report: TransferReport, model: nn.Module) -
     print(f'the source has {sum(given):,} parameters in {len(given)} tensors, the model {own:,}')
 
 
-def describe(args: argparse.Namespace, rows: Sequence[Row], report: TransferReport) -> dict[str, Any]:
+def report_content(args: argparse.Namespace, rows: Sequence[Row], report: TransferReport) -> dict[str, Any]:
     """Return the content of transfer_report.json: the arguments, the table, and the outcome of each tensor."""
     arguments = {**vars(args), 'out': str(args.out)}
     tensors = {key: [each._asdict() for each in outcomes] for key, outcomes in report.items()}

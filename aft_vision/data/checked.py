@@ -23,7 +23,7 @@ REMEDY = 'data.on_corrupt_image=skip, or --skip-corrupt of a tool, leaves such i
 _logger = logging.getLogger(__name__)
 
 
-def new_flags(count: int) -> torch.Tensor:
+def shared_flags(count: int) -> torch.Tensor:
     """Return flags that the loading processes share."""
     return torch.zeros(count, dtype=torch.bool).share_memory_()
 
@@ -70,7 +70,7 @@ class CheckedDataset(ImageData, Dataset, ABC):
         Args:
             instead: `next` or `none`, for `on_corrupt`.
         """
-        self.on_corrupt, self.named = instead, new_flags(len(self))
+        self.on_corrupt, self.named = instead, shared_flags(len(self))
 
     def __getitem__(self, index: int) -> Any:
         for position in range(index, index + MAX_SKIPPED_IN_A_ROW):
@@ -130,7 +130,7 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
         return name if self.archive is None else f'{name} in {self.archive}'
 
 
-class OtherDataset(CheckedDataset):
+class TorchvisionDataset(CheckedDataset):
     """A map-style data set of torchvision, whose own transform is None."""
 
     def __init__(self, dataset: Any) -> None:
@@ -154,7 +154,7 @@ class OtherDataset(CheckedDataset):
         raise error
 
 
-class PartOfDataset(CheckedDataset):
+class CheckedSubset(CheckedDataset):
     """Some images of a data set whose own transform is None.
 
     Args:

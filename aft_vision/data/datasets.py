@@ -21,7 +21,7 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.bytes import PACKED
-from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, OtherDataset, PartOfDataset
+from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, CheckedSubset, TorchvisionDataset
 from aft_vision.data.images import (
     HIDDEN,
     MACOS_FOLDER,
@@ -151,11 +151,10 @@ def with_evaluation_images(source: Source) -> Source:
     return source
 
 
-def open_train_split(source: Source, batch_size: int | None = None, seed: int = 0) -> Split:
+def open_train_split(source: Source, *, seed: int = 0) -> Split:
     """Open the training split.
 
     Args:
-        batch_size: Ignored; kept for earlier callers.
         seed: Of the order of a stream.
 
     Raises:
@@ -169,7 +168,7 @@ def open_train_split(source: Source, batch_size: int | None = None, seed: int = 
     return split
 
 
-def open_eval_split(source: Source, batch_size: int | None = None) -> Split:
+def open_eval_split(source: Source) -> Split:
     """Open the evaluation split, with the arguments and errors of `open_train_split`."""
     if source.val_share is None:
         wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
@@ -204,7 +203,7 @@ def _hold_out(split: Split, source: Source, share: float, held_out: bool) -> Spl
     ranks[order] = np.arange(len(classes)) - np.repeat(np.cumsum(counts) - counts, counts)
     is_held_out = ranks < wanted[classes]
     chosen = np.flatnonzero(is_held_out if held_out else ~is_held_out)
-    return replace(split, dataset=PartOfDataset(split.dataset, chosen))
+    return replace(split, dataset=CheckedSubset(split.dataset, chosen))
 
 
 def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
@@ -480,7 +479,7 @@ def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: b
     # torchvision's data sets of image files.
     if hasattr(dataset, 'loader'):
         dataset.loader = open_image
-    return Split(OtherDataset(dataset), names)
+    return Split(TorchvisionDataset(dataset), names)
 
 
 def _open_stream(stream: WebDataset, source: Source, split: str) -> Split:

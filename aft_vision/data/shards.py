@@ -21,7 +21,7 @@ from timm.data.readers.shared_count import SharedCount
 from timm.data.readers.targets import get_field, has_field
 from torch.utils.data import IterableDataset, get_worker_info
 
-from aft_vision.data.checked import ImageData, new_flags
+from aft_vision.data.checked import ImageData, shared_flags
 from aft_vision.data.images import CorruptImageError, image_suffixes, is_hidden, open_image
 from aft_vision.data.sampling import ORDER, SAMPLE, Shard, derive_seed, restored_generators, seed_generators
 
@@ -189,7 +189,7 @@ class WebDataset(ImageData, IterableDataset):
 
     def skip_corrupt(self, instead: str) -> None:
         """Leave out images that cannot be decoded and what cannot be read of a file; name each once."""
-        self.named = new_flags(NUM_FLAGS)
+        self.named = shared_flags(NUM_FLAGS)
 
     @property
     def skipped(self) -> int:

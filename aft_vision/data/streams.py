@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Rest:
+class Remainder:
     """The samples of a loading process after its last whole batch."""
 
     samples: list[Any]
@@ -43,7 +43,7 @@ class StreamLoader(DataLoader):
         super().__init__(stream, batch_size, collate_fn=partial(_collate_whole, batch_size, collate), **options)
         self.stream, self.collate = stream, collate
         # Files with their own numbers of images are compared one by one.
-        self._looks_further = stream.is_training and not stream.is_divisible
+        self._counts_more = stream.is_training and not stream.is_divisible
 
     def __len__(self) -> int:
         images, size = len(self.stream), self.batch_size or 1
@@ -59,8 +59,8 @@ class StreamLoader(DataLoader):
                 found += len(batch[1])
                 if stream.is_training and len(batch[1]) < (self.batch_size or 1):
                     continue
-                if self._looks_further and made + 1 == len(self):
-                    self._look_further(batches, found)
+                if self._counts_more and made + 1 == len(self):
+                    self._warn_of_more(batches, found)
                 yield batch
                 made += 1
                 if stream.is_training and made == len(self):
@@ -71,9 +71,9 @@ class StreamLoader(DataLoader):
             if made == before:
                 raise CorruptImageError(f'expected a batch of images that can be read in {stream.place}, got {found}')
 
-    def _look_further(self, batches: Iterator[Any], found: int) -> None:
+    def _warn_of_more(self, batches: Iterator[Any], found: int) -> None:
         """Warn once if the data set goes on after the number of images that it is said to have."""
-        self._looks_further = False
+        self._counts_more = False
         place, stated = self.stream.place, self.stream.images
         for batch in batches:
             found += len(batch[1])
@@ -96,7 +96,7 @@ class StreamLoader(DataLoader):
         rest: list[Any] = []
         size = self.batch_size or 1
         for batch in super().__iter__():
-            if not isinstance(batch, Rest):
+            if not isinstance(batch, Remainder):
                 yield batch
                 continue
             rest += batch.samples
@@ -108,4 +108,4 @@ class StreamLoader(DataLoader):
 
 
 def _collate_whole(batch_size: int, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    return collate(samples) if len(samples) == batch_size else Rest(samples)
+    return collate(samples) if len(samples) == batch_size else Remainder(samples)

@@ -16,7 +16,7 @@ from aft_vision.visualize.biases import (
     position_biases,
 )
 from aft_vision.visualize.capture import MixerInputs, capture_mixers
-from aft_vision.visualize.figure import DPI, choose, figure_png, literal, new_figure, save_figure
+from aft_vision.visualize.figure import DPI, evenly_spaced, figure_png, literal, new_figure, save_figure
 from aft_vision.visualize.history import (
     describe_targets,
     draw_bits,

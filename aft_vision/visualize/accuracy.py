@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aft_vision.visualize.figure import choose, literal, new_figure
+from aft_vision.visualize.figure import evenly_spaced, literal, new_figure
 from aft_vision.visualize.photographs import class_labels, load_batches, load_photograph
 
 MAX_CLASSES = 40
@@ -125,7 +125,7 @@ def draw_examples(
     for is_right in (True, False):
         group = [each for each in answers if each.is_right == is_right]
         if group:
-            rows.append([group[place] for place in choose(len(group), columns)])
+            rows.append([group[place] for place in evenly_spaced(len(group), columns)])
     figure = new_figure(1.8 * columns, 2.6 * len(rows))
     for row, panels in zip(rows, figure.subplots(len(rows), columns, squeeze=False), strict=True):
         for axes in panels:

@@ -16,13 +16,13 @@ from aft_vision.visualize.figure import (
     SEQUENTIAL,
     Block,
     Cell,
-    Top,
+    TopPicture,
     check_indices,
-    choose,
     draw_grid,
+    evenly_spaced,
+    format_number,
     frame_of,
     layer_rows,
-    number,
 )
 from aft_vision.visualize.photographs import Photograph
 
@@ -102,7 +102,7 @@ def relative_attention(
     Raises:
         ValueError: the model has no such mixer, a head does not exist, or there are no images.
     """
-    chosen = choose(attention_heads(model), max_heads) if heads is None else heads
+    chosen = evenly_spaced(attention_heads(model), max_heads) if heads is None else heads
     totals: dict[nn.Module, Tensor] = {}
     images = 0
 
@@ -176,7 +176,8 @@ def draw_relative_attention(maps: Mapping[str, Tensor], heads: Mapping[str, Sequ
 def _relative_cells(maps: Tensor, layer: int) -> Iterator[Cell]:
     for each in maps[layer]:
         low, high = each.min().item(), each.max().item()
-        yield Cell(each, low, max(high, low + 1e-9), caption=f'{number(100 * low)}\u2013{number(100 * high)}%')
+        ends = '\u2013'.join(format_number(100 * end) for end in (low, high))
+        yield Cell(each, low, max(high, low + 1e-9), caption=f'{ends}%')
 
 
 def draw_attention(
@@ -227,7 +228,7 @@ def draw_attention(
 
     def cells(layer: int) -> Iterator[Cell]:
         for weight in weights[layer]:
-            caption = f'{number(weight.max().item() * (len(weight) + prefix))}\u00d7'
+            caption = f'{format_number(weight.max().item() * (len(weight) + prefix))}\u00d7'
             yield Cell(overlay(photograph, weight.unflatten(0, grid)), caption=caption, mark=place)
 
     return draw_grid(
@@ -239,7 +240,7 @@ def draw_attention(
         ('0', 'the largest weight'),
         HEAT,
         aspect=grid[0] / grid[1],
-        photograph=Top(photograph.pixels, text, place),
+        photograph=TopPicture(photograph.pixels, text, place),
     )
 
 

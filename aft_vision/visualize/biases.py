@@ -17,8 +17,8 @@ from aft_vision.visualize.figure import (
     check_indices,
     check_layers,
     draw_grid,
+    format_number,
     layer_rows,
-    number,
 )
 
 # Title, note, ends of the scale and colours of a picture.
@@ -194,9 +194,9 @@ def _cell(bias: Tensor, exponentiated: bool, title: str = '') -> Cell:
     low, high = bias.min().item(), bias.max().item()
     if exponentiated:
         high = max(high, low + 1e-6)
-        return Cell(bias, low, high, title, f'{number(low)} to {number(high)}')
+        return Cell(bias, low, high, title, f'{format_number(low)} to {format_number(high)}')
     limit = max(-low, high, 1e-6)
-    return Cell(bias, -limit, limit, title, f'\u00b1{number(limit)}')
+    return Cell(bias, -limit, limit, title, f'\u00b1{format_number(limit)}')
 
 
 def _check_match(biases: Sequence[Mapping[int, Tensor]]) -> None:

@@ -48,7 +48,7 @@ class Block(NamedTuple):
     rows: Sequence[tuple[str, Sequence[Cell]]]
 
 
-class Top(NamedTuple):
+class TopPicture(NamedTuple):
     """The picture on top of a grid: (H, W, 3) uint8, the text next to it, and a frame as in a cell."""
 
     pixels: Tensor
@@ -89,7 +89,7 @@ def literal(name: str) -> str:
     return f'{" " if name.startswith("_") else ""}{name}'.replace('$', r'\$')
 
 
-def choose(count: int, at_most: int) -> list[int]:
+def evenly_spaced(count: int, at_most: int) -> list[int]:
     """Return up to `at_most` evenly spaced indices below `count`, including the first and the last.
 
     Raises:
@@ -107,7 +107,7 @@ def check_indices(kind: str, indices: Sequence[int] | None, count: int, at_most:
         ValueError: an index is out of range.
     """
     if indices is None:
-        return choose(count, at_most)
+        return evenly_spaced(count, at_most)
     wrong = [index for index in indices if not 0 <= index < count]
     if wrong or not indices:
         raise ValueError(f'expected {kind}s from 1 to {count}, got {wrong[0] + 1 if wrong else "none"}')
@@ -155,7 +155,7 @@ def draw_grid(
     cmap: str,
     side: float = 0.62,
     aspect: float = 1.0,
-    photograph: Top | None = None,
+    photograph: TopPicture | None = None,
 ) -> Any:
     """Draw blocks of small pictures side by side, with a colour bar below.
 
@@ -200,12 +200,7 @@ def draw_grid(
     for block, label, block_width in zip(blocks, labels, widths, strict=True):
         _draw_block(axes, block, left + label, grid_top, size, cmap)
         left += label + block_width
-    bar = (labels[0], grid_top + max(heights) + LINE, COLOR_BAR, 0.11)
-    _image(axes, torch.linspace(0, 1, 256)[None], bar, cmap=cmap)
-    for index, words in enumerate(scale):
-        share = index / (len(scale) - 1)
-        anchor = 'left' if share == 0 else 'right' if share == 1 else 'center'
-        _text(axes, bar[0] + COLOR_BAR * share, bar[1] + bar[3] + 0.5 * LINE, words, 7.5, ha=anchor)
+    _draw_color_bar(axes, labels[0], grid_top + max(heights) + LINE, scale, cmap)
     axes.set(xlim=(0, width), ylim=(height, 0), aspect='auto')
     axes.set_axis_off()
     return figure
@@ -239,7 +234,15 @@ def _draw_block(axes: Any, block: Block, left: float, top: float, size: tuple[fl
         top += _row_height(cells, size[1])
 
 
-def _draw_photograph(axes: Any, photograph: Top, top: float, page_width: float) -> None:
+def _draw_color_bar(axes: Any, left: float, top: float, scale: Sequence[str], cmap: str) -> None:
+    _image(axes, torch.linspace(0, 1, 256)[None], (left, top, COLOR_BAR, 0.11), cmap=cmap)
+    for index, words in enumerate(scale):
+        share = index / (len(scale) - 1)
+        anchor = 'left' if share == 0 else 'right' if share == 1 else 'center'
+        _text(axes, left + COLOR_BAR * share, top + 0.11 + 0.5 * LINE, words, 7.5, ha=anchor)
+
+
+def _draw_photograph(axes: Any, photograph: TopPicture, top: float, page_width: float) -> None:
     rows, columns = photograph.pixels.shape[:2]
     width = min(PHOTOGRAPH * columns / rows, page_width - LABEL - 2.2)
     box = (LABEL, top, width, width * rows / columns)
@@ -273,7 +276,7 @@ def _frame(axes: Any, frame: Frame, box: Box, line: float = 0.8) -> None:
         )
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with two digits, without an exponent if possible."""
     if value == 0 or not math.isfinite(value):
         return f'{value:g}'

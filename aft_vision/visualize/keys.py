@@ -10,12 +10,12 @@ from aft_vision.visualize.figure import (
     SEQUENTIAL,
     Block,
     Cell,
-    Top,
+    TopPicture,
     check_indices,
     check_layers,
     draw_grid,
+    format_number,
     layer_rows,
-    number,
 )
 from aft_vision.visualize.photographs import Photograph
 
@@ -67,7 +67,7 @@ def draw_key_maps(
     def cells(layer: int) -> Iterator[Cell]:
         for keys in key_maps(inputs[layer], heads)[0].float():
             low, high = keys.min().item(), keys.max().item()
-            yield Cell(keys, low, max(high, low + 1e-6), caption=number(high - low))
+            yield Cell(keys, low, max(high, low + 1e-6), caption=format_number(high - low))
 
     grid = layers[0].grid
     return draw_grid(
@@ -78,5 +78,5 @@ def draw_key_maps(
         ('smallest key', 'largest key'),
         SEQUENTIAL,
         aspect=grid[0] / grid[1],
-        photograph=Top(photograph.pixels, text),
+        photograph=TopPicture(photograph.pixels, text),
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aft_vision.data.augment import crop_thin_images
 from aft_vision.data.images import describe_ignored, find_images, open_image
 from aft_vision.sizes import default_size
-from aft_vision.visualize.figure import choose
+from aft_vision.visualize.figure import evenly_spaced
 
 DISPLAY = 448
 BATCH = 16
@@ -56,7 +56,7 @@ def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
     if not files:
         reason = 'which has none' if is_folder else 'which is no folder'
         raise ValueError(f'expected a folder with images, got {folder}, {reason}')
-    return [files[index] for index in choose(len(files), at_most)]
+    return [files[index] for index in evenly_spaced(len(files), at_most)]
 
 
 @cache

@@ -28,7 +28,7 @@ from aft_vision.visualize.attention import (
 )
 from aft_vision.visualize.biases import bias_statistics, draw_position_biases
 from aft_vision.visualize.capture import capture_mixers, token_grid
-from aft_vision.visualize.figure import choose, figure_png
+from aft_vision.visualize.figure import evenly_spaced, figure_png
 from aft_vision.visualize.history import draw_history
 from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import definitions, paragraph, picture, table
@@ -203,7 +203,7 @@ def _relative_section(report: Report) -> str:
     for model, size in ((report.vit, None), (report.model, report.size)):
         if model is not None:
             name = _name(model) if _name(model) not in maps else f'{_name(model)} (this one)'
-            heads[name] = choose(attention_heads(model), max(1, left if model is report.model else left // 2))
+            heads[name] = evenly_spaced(attention_heads(model), max(1, left if model is report.model else left // 2))
             maps[name] = relative_attention(model, load_batches(report.averaged, model, size), heads[name])
             left -= len(heads[name])
     words = paragraph(

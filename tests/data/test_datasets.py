@@ -59,7 +59,7 @@ def test_a_folder_and_its_tar_files_are_the_same_data_set(tmp_path, layout):
     assert names == ['a', 'b', 'c']
     assert targets.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
-    assert len(open_train_split(source, 4).dataset) == 9
+    assert len(open_train_split(source).dataset) == 9
 
 
 def test_classes_of_a_tar_have_the_order_of_its_folder(tmp_path):

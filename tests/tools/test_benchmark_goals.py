@@ -252,7 +252,7 @@ def test_a_model_is_compared_with_its_peer_in_its_runtime_at_its_size(monkeypatc
 def test_memory_is_measured():
     assert measurements.memory(partial(ops.candidates_of, [FULL]), rounds=1).measured > 0
     # q, k, v and y of both, and the denominators of AFT-full.
-    assert 1.0 < measurements.kept(FULL, rounds=1).measured < 2.0
+    assert 1.0 < measurements.saved_bytes(FULL, rounds=1).measured < 2.0
     # The scratch of one block is constant, so short sequences grow by less than their length.
     assert 0.5 < measurements.memory_exponent(local, (512, 2048), rounds=1).measured <= 1.05
     both = [classifier(name, (1, 3, 32, 32), CPU) for name in ('deit_tiny_patch16_224', 'aft_conv_tiny')]

@@ -198,7 +198,7 @@ def _operations() -> Iterator[Goal]:
         yield Goal(21, f'time of a call over that of attention: {_named(operation)}', 4, 2, cost, True)
     peak = partial(measurements.memory, partial(candidates_of, [WHOLE]))
     yield Goal(3, 'peak memory of AFT-full, forward, over that of attention', 2.0, 1.5, peak, True)
-    saved = partial(measurements.kept, WHOLE)
+    saved = partial(measurements.saved_bytes, WHOLE)
     yield Goal(3, 'its bytes kept for the backward over those of attention', 1.3, 1.0, saved, True)
     growth = partial(speed, lambda: [_at_length(6144), _at_length(3072)])
     yield Goal(8, 'AFT-local causal: time of 6144 tokens over that of 3072', 2.2, 2.05, growth, True)

@@ -81,7 +81,7 @@ def memory_exponent(make: Callable[[int], Candidate], lengths: tuple[int, int], 
     return Measurement(math.log(growth) / math.log(lengths[1] / lengths[0]))
 
 
-def kept(operation: Operation, *, rounds: int) -> Measurement:
+def saved_bytes(operation: Operation, *, rounds: int) -> Measurement:
     """Measure the bytes kept for the backward over those of attention."""
     attention, own = (each.prepare(True) for each in candidates_of([operation])[::2])
     # q, k and v count: attention and the operation are given the same. The position bias is a weight.
