@@ -119,7 +119,7 @@ class AdditivePooling(nn.Module):
 
 
 class FastformerAttention(nn.Module):
-    """Fastformer's mixing of tokens: O = R + Q, with R from values that met a global key (Fastformer Eq. 3-6).
+    """Fastformer's mixing of tokens: O = R + Q, with R from values and a global key (Fastformer Eq. 3-6).
 
     Queries, keys and values are affine in a token, and the pooled ones in the pooled token. So the global vectors
     need two poolings of x and no queries and keys of tokens. In a text at least as long as x is wide, the rest is
@@ -178,7 +178,7 @@ class FastformerAttention(nn.Module):
         """
         linears = (self.query, self.key, self.value, self.transform, self.proj)
         interactions = (self.key_interaction, self.value_interaction)
-        if not all(module is None or may_be_read(module) for module in (*linears, *interactions)):
+        if not all(module is None or can_read_weights(module) for module in (*linears, *interactions)):
             return self._forward_as_written(x, mask)
         with maybe_autocast(x.device.type, enabled=False):
             alpha, beta, global_key = self._attend(x, mask)
@@ -276,7 +276,7 @@ def _is_long(x: Tensor) -> bool:
     return x.shape[1] >= x.shape[2]
 
 
-def may_be_read(module: nn.Module) -> bool:
+def can_read_weights(module: nn.Module) -> bool:
     """Return True if a linear layer or an interaction is fully described by its parameters and need not be called.
 
     Adapters, quantised and parametrised layers have another class. Hooks see inputs and outputs, or load the weights.
@@ -286,7 +286,7 @@ def may_be_read(module: nn.Module) -> bool:
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     if type(module) not in (nn.Linear, Multiply, Add, Concat) or any(hooks) or 'forward' in module.__dict__:
         return False
-    # Of the types, because torch.compile sees torchao's weights as plain tensors otherwise.
+    # Look at the types, because torch.compile sees torchao's weights as plain tensors.
     return not any(hasattr(type(weight), '__tensor_flatten__') for weight in module.parameters(recurse=False))
 
 

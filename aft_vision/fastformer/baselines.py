@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-from .additive import may_be_read
+from .additive import can_read_weights
 from .config import FastformerConfig
 from .efficient_attention import (
     block_attention,
@@ -36,7 +36,7 @@ from .efficient_attention import (
 from .encoder import register_encoder
 
 # The result of every attention: the output (B, N, C), and the weights or None.
-Attended = tuple[Tensor, Tensor | None]
+AttentionOutput = tuple[Tensor, Tensor | None]
 
 
 class FullAttention(BertSelfAttention):
@@ -49,13 +49,13 @@ class FullAttention(BertSelfAttention):
         # Use the model's config instead of BERT's, because `set_attn_implementation` changes only the former.
         self.config: Any = config
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Attended:
-        seen = full_mask(attention_mask)
-        if seen is not None and self.config._attn_implementation == 'eager':
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> AttentionOutput:
+        allowed = full_mask(attention_mask)
+        if allowed is not None and self.config._attn_implementation == 'eager':
             # It adds the mask to the scores.
             low = torch.finfo(hidden_states.dtype).min
-            seen = torch.zeros_like(seen, dtype=hidden_states.dtype).masked_fill(~seen, low)
-        attended: Any = super().forward(hidden_states, seen)
+            allowed = torch.zeros_like(allowed, dtype=hidden_states.dtype).masked_fill(~allowed, low)
+        attended: Any = super().forward(hidden_states, allowed)
         return attended
 
 
@@ -70,7 +70,7 @@ class LongformerAttention(LongformerSelfAttention):
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Attended:
+    ) -> AttentionOutput:
         if attention_mask is None:
             attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
         # In float16 a score plus the lowest number could become minus infinity.
@@ -106,13 +106,13 @@ class HeadAttention(nn.Module, ABC):
         """Split (B, N, C) into heads (B, h, N, C / h)."""
         return x.unflatten(-1, (self.config.num_attention_heads, -1)).transpose(1, 2)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Attended:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> AttentionOutput:
         q, k, v = (self.split(linear(hidden_states)) for linear in (self.query, self.key, self.value))
         return join_heads(self.attend(q, k, v, attention_mask)), None
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend: (B, h, N, C / h) and a mask (B, N) to (B, h, N, C / h)."""
+        """Compute the attention (B, h, N, C / h) of queries, keys and values of that shape; mask is (B, N)."""
 
 
 class BigBirdAttention(HeadAttention):
@@ -150,7 +150,7 @@ class LinformerAttention(HeadAttention):
 
     def _sum_positions(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """Return the sums (B, h, slots, d) over the positions of x (B, h, N, d), with a layer of the longest N."""
-        if may_be_read(linear):
+        if can_read_weights(linear):
             return linear.weight[:, : x.shape[2]] @ x
         return linear(F.pad(x.mT, (0, self.longest - x.shape[2]))).mT
 
@@ -164,7 +164,7 @@ class PoolingformerAttention(HeadAttention):
         self.pooled_query, self.pooled_key, self.pooled_value = (nn.Linear(width, width) for _ in range(3))
         self.second_window = pooled_window(config)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Attended:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> AttentionOutput:
         first, _ = super().forward(hidden_states, attention_mask)
         kernel, stride = self.config.poolingformer_kernel, self.config.poolingformer_stride
         q = self.split(self.pooled_query(first))
@@ -221,7 +221,7 @@ class BaselineLayer(GradientCheckpointingLayer):
         self.attention.self = attention(config, index)
         self.intermediate, self.output = BertIntermediate(bert), BertOutput(bert)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Attended:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> AttentionOutput:
         attended, weights = self.attention(hidden_states, attention_mask)
         return self.output(self.intermediate(attended), attended), weights
 

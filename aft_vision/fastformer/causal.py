@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from .additive import FastformerAttention, accumulate_dtype, may_be_read
+from .additive import FastformerAttention, accumulate_dtype, can_read_weights
 from .config import FastformerConfig
 from .interaction import Multiply
 from .prefix import prefix_softmax_mean
@@ -37,7 +37,7 @@ class PrefixAttention(FastformerAttention):
         scores = self._score(self._scaled(self.query_score, q.dtype), q)
         return _prefix_mean(q.transpose(1, 2), scores, mask, state)
 
-    def _meet(self, g: Tensor, keys: Tensor, allowed: Tensor | None, is_causal: bool = False) -> Tensor:
+    def _global_keys(self, g: Tensor, keys: Tensor, allowed: Tensor | None, is_causal: bool = False) -> Tensor:
         """Compute each token's global key (B, N, h, d) from keys and its global query (Fastformer Eq. 5, Eq. 6).
 
         Since w . (g * k) = (w * g) . k, this is dot-product attention with the query w * g and the keys as values,
@@ -51,10 +51,10 @@ class PrefixAttention(FastformerAttention):
         """
         score = self._scaled(self.key_score, g.dtype)
         direction = self.key_interaction.pull_back(score, g[:, :, None] if self.dense_score else g)
-        query, seen = direction.transpose(1, 2).flatten(3), keys
+        query, score_keys = direction.transpose(1, 2).flatten(3), keys
         if self.dense_score:
-            seen = keys.transpose(1, 2).flatten(2)[:, None].expand(-1, self.num_heads, -1, -1)
-        mean = attend(query.to(keys.dtype), seen, keys, allowed, is_causal, scale=1.0)
+            score_keys = keys.transpose(1, 2).flatten(2)[:, None].expand(-1, self.num_heads, -1, -1)
+        mean = attend(query.to(keys.dtype), score_keys, keys, allowed, is_causal, scale=1.0)
         return self.key_interaction(g, mean.transpose(1, 2).to(g.dtype))
 
 
@@ -90,13 +90,13 @@ class CausalFastformerAttention(PrefixAttention):
         with maybe_autocast(x.device.type, enabled=False):
             g, queries = self._prefix_queries(q, mask, None if state is None else state.queries)
             if self.streaming:
-                met = self.key_interaction(g, k.to(g.dtype))
-                scores = self._score(self._scaled(self.key_score, g.dtype), met)
-                global_key, keys = _prefix_mean(met.transpose(1, 2), scores, mask, before)
+                interacted = self.key_interaction(g, k.to(g.dtype))
+                scores = self._score(self._scaled(self.key_score, g.dtype), interacted)
+                global_key, keys = _prefix_mean(interacted.transpose(1, 2), scores, mask, before)
             elif isinstance(self.key_interaction, Multiply):
                 keys = k.transpose(1, 2) if before is None else torch.cat([before, k.transpose(1, 2)], 2)
                 allowed = _allowed(x.shape[1], keys, mask)
-                global_key = self._meet(g, keys, allowed, is_causal=allowed is None and state is None)
+                global_key = self._global_keys(g, keys, allowed, is_causal=allowed is None and state is None)
             else:
                 k = k.to(g.dtype)
                 mean, keys = _prefix_mean(k.transpose(1, 2), self._key_scores(k), mask, before)
@@ -106,7 +106,7 @@ class CausalFastformerAttention(PrefixAttention):
     def _key_scores(self, k: Tensor) -> Tensor:
         """Compute the scores (B, h, N) of keys (B, N, h, d) if the interaction adds a constant to all of them."""
         score = self._scaled(self.key_score, k.dtype)
-        if not may_be_read(self.key_interaction):
+        if not can_read_weights(self.key_interaction):
             return self._score(score, self.key_interaction(torch.zeros_like(k), k))
         return self._score(self.key_interaction.pull_back(score, torch.zeros_like(score)), k)
 
@@ -147,7 +147,7 @@ class AdditiveCrossAttention(PrefixAttention):
         q = self._vectors(self.query, x)
         with maybe_autocast(x.device.type, enabled=False):
             g, queries = self._prefix_queries(q, mask, None if state is None else state.queries)
-            global_key = self._meet(g, projected[0], None if source_mask is None else source_mask[:, None, None])
+            global_key = self._global_keys(g, projected[0], None if source_mask is None else source_mask[:, None, None])
         return self._output(q, x, global_key), projected, AttentionState(queries, queries[..., :0])
 
 

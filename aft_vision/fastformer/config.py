@@ -203,9 +203,9 @@ class FastformerConfig(PreTrainedConfig):
                 'not depend on the target'
             )
         for name in FIELDS_OF.get(self.encoder_mixer, ()):
-            least = 0 if name in ('num_global_tokens', 'num_random_tokens') else 1
-            if type(value := getattr(self, name)) is int and value < least:
-                raise ValueError(f'{name} of {self.encoder_mixer} must be at least {least}, got {value}')
+            minimum = 0 if name in ('num_global_tokens', 'num_random_tokens') else 1
+            if type(value := getattr(self, name)) is int and value < minimum:
+                raise ValueError(f'{name} of {self.encoder_mixer} must be at least {minimum}, got {value}')
         if self.encoder_mixer == 'longformer' and self.attention_window % 2:
             raise ValueError(f'attention_window must be even, got {self.attention_window}')
         if self.share_heads and self.score == 'dense':

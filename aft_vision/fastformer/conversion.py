@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple, maybe_autocast
 
-from .additive import accumulate_dtype, may_be_read
+from .additive import accumulate_dtype, can_read_weights
 from .hierarchy import (
     FastformerHierarchyConfig,
     FastformerHierarchyModel,
@@ -71,7 +71,7 @@ class ConversionHead(nn.Module):
         weight = getattr(self.fc2, 'weight', x)
         dtype = weight.dtype if weight.is_floating_point() else x.dtype
         with maybe_autocast(x.device.type, enabled=False):
-            if dtype == accumulate_dtype(weight) or not may_be_read(self.fc2):
+            if dtype == accumulate_dtype(weight) or not can_read_weights(self.fc2):
                 return self.fc2(x.to(dtype)).squeeze(-1)
             return F.linear(x.float(), weight.float(), self.fc2.bias.float()).squeeze(-1)
 

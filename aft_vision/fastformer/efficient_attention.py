@@ -87,21 +87,21 @@ def window_attention(
     half = window // 2
     batch, heads, tokens, _ = q.shape
     chunks = tokens // (half * stride)
-    places = torch.arange(-half, 2 * half, device=q.device)
+    offsets = torch.arange(-half, 2 * half, device=q.device)
     groups = torch.arange(half * stride, device=q.device) // stride
-    near = (groups[:, None] - places).abs() <= half  # (half * stride, 3 * half)
-    position = torch.arange(chunks, device=q.device)[:, None] * half + places
+    near = (groups[:, None] - offsets).abs() <= half  # (half * stride, 3 * half)
+    position = torch.arange(chunks, device=q.device)[:, None] * half + offsets
     inside = (position >= 0) & (position < chunks * half)  # (chunks, 3 * half)
-    seen = (near & inside[:, None])[None].expand(batch, -1, -1, -1)
+    allowed = (near & inside[:, None])[None].expand(batch, -1, -1, -1)
     if mask is not None:
         counts = F.pad(mask, (half, half)).unfold(1, 3 * half, half)  # (B, chunks, 3 * half)
-        seen = seen & counts[:, :, None]
-        seen = seen | ~seen.any(-1, keepdim=True)
+        allowed = allowed & counts[:, :, None]
+        allowed = allowed | ~allowed.any(-1, keepdim=True)
     folded = q.unflatten(2, (chunks, -1)).transpose(1, 2).flatten(0, 1)  # (B * chunks, h, half * stride, d)
     keys, values = (
         F.pad(x, (0, 0, half, half)).unfold(2, 3 * half, half).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k, v)
     )  # (B * chunks, h, 3 * half, d)
-    y = F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen.flatten(0, 1)[:, None])
+    y = F.scaled_dot_product_attention(folded, keys, values, attn_mask=allowed.flatten(0, 1)[:, None])
     return y.unflatten(0, (batch, chunks)).transpose(1, 2).reshape(batch, heads, tokens, -1)
 
 
@@ -126,8 +126,8 @@ def block_plan(
     near = rows[:, None] + torch.arange(-1, 2, device=device)
     fixed = torch.cat([first, near], 1).expand(len(lengths), heads, -1, -1)
     draws = torch.arange(blocks * heads * num_random, device=device).view(blocks, heads, num_random).transpose(0, 1)
-    share = ((draws + seed * 7919 + 1) * GOLDEN % 2**32).double() / 2**32
-    random = (share * lengths[:, None, None, None]).long()
+    uniform = ((draws + seed * 7919 + 1) * GOLDEN % 2**32).double() / 2**32
+    random = (uniform * lengths[:, None, None, None]).long()
     index = torch.cat([fixed, random], 3)
     earlier = torch.ones(index.shape[-1], index.shape[-1], dtype=torch.bool, device=device).tril(-1)
     repeated = ((index[..., :, None] == index[..., None, :]) & earlier).any(-1)
@@ -162,18 +162,18 @@ def block_attention(
     first = F.scaled_dot_product_attention(q[:, :, :edge], k, v, attn_mask=full_mask(mask))
     if edge == tokens:
         return first
-    places = torch.arange(1, tokens + 1, device=q.device)
-    lengths = ((mask * places).amax(1) + block_size - 1) // block_size
+    positions = torch.arange(1, tokens + 1, device=q.device)
+    lengths = ((mask * positions).amax(1) + block_size - 1) // block_size
     index, counts = block_plan(lengths, heads, blocks, num_global, num_random, seed)
     index, counts = index[:, :, num_global:], counts[:, :, num_global:]
     rows = torch.arange(batch, device=q.device)[:, None, None, None]
-    seen = mask.view(batch, blocks, block_size)[rows, index] & counts[..., None]  # (B, h, blocks, chosen, block_size)
+    allowed = mask.view(batch, blocks, block_size)[rows, index] & counts[..., None]  # (B, h, blocks, n, block_size)
     flat = (torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1) * blocks + index).flatten()
     keys, values = (
         x.reshape(-1, block_size * width).index_select(0, flat).view(*index.shape[:3], -1, width) for x in (k, v)
-    )  # (B, h, blocks, chosen * block_size, d)
+    )  # (B, h, blocks, n * block_size, d)
     scores = (q[:, :, edge:] / math.sqrt(width)).unflatten(2, (-1, block_size)) @ keys.mT
     scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    scores = scores.masked_fill(~seen.flatten(3)[..., None, :], torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~allowed.flatten(3)[..., None, :], torch.finfo(scores.dtype).min)
     rest = scores.softmax(-1).to(values.dtype) @ values
     return torch.cat([first, rest.flatten(2, 3)], 2)

@@ -56,7 +56,7 @@ def load_glove(
     matrix, coverage = glove_matrix(words, rows, read_glove(path, words, dim), dim, padding, seed)
     with torch.no_grad():
         embedding.weight.copy_(torch.from_numpy(matrix))
-    # Read by `transformers.initialization`: without it, a later post_init() would initialise the rows again.
+    # transformers.initialization reads it: without it, a later post_init() would initialise the rows again.
     embedding.weight._is_hf_initialized = True  # type: ignore[attr-defined]
     return coverage
 

@@ -57,7 +57,7 @@ class LanguageModelEncoder(nn.Module):
         super().__init__()
         # None is the fused attention, where the language model has one.
         self.attention = 'eager' if config._attn_implementation == 'eager' else None
-        # Like the rest of the model, and not like the file that the language model was saved in.
+        # In the dtype of the rest of the model, not that of the saved language model.
         model = AutoModel.from_config(text_config, dtype=torch.get_default_dtype(), attn_implementation=self.attention)
         self.model: Any = self._without_rest(model)
         self.pooling = AdditivePooling(config, text_config.hidden_size)

@@ -83,22 +83,22 @@ def score_behaviors(
             is_named[rows.values] = True
         vectors = _encode_all(model, collator, np.flatnonzero(is_named), batch_size)
         # The row of each news item's vector.
-        places = np.cumsum(is_named) - 1
+        vector_rows = np.cumsum(is_named) - 1
         parts = [np.zeros(0, dtype=np.float32)]
         for first in range(0, len(behaviors), batch_size):
             batch = range(first, min(first + batch_size, len(behaviors)))
-            parts.append(_score_batch(model, behaviors, batch, vectors, places))
+            parts.append(_score_batch(model, behaviors, batch, vectors, vector_rows))
         return np.concatenate(parts)
 
 
 def _score_batch(
-    model: FastformerForNewsRecommendation, behaviors: Behaviors, batch: range, vectors: Tensor, places: np.ndarray
+    model: FastformerForNewsRecommendation, behaviors: Behaviors, batch: range, vectors: Tensor, vector_rows: np.ndarray
 ) -> np.ndarray:
     """Score some impressions by the vectors (U, C) of the news."""
     device = model.device
-    clicked = pad_rows([places[behaviors.histories[i]] for i in batch], -1)
+    clicked = pad_rows([vector_rows[behaviors.histories[i]] for i in batch], -1)
     users = model.encode_users(*gather_vectors(vectors, torch.from_numpy(clicked).to(device)))
-    shown = [places[behaviors.candidates[i]] for i in batch]
+    shown = [vector_rows[behaviors.candidates[i]] for i in batch]
     # One candidate per row, so that impressions need no padding.
     owner = np.repeat(np.arange(len(batch)), [len(row) for row in shown])
     owners, rows = (torch.from_numpy(x).to(device) for x in (owner, np.concatenate(shown)))

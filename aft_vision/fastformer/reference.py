@@ -53,7 +53,7 @@ class Heads:
         p = self.parameters[name]
         return torch.cat([p] * self.config.num_attention_heads) if self.config.share_heads else p
 
-    def meet(self, name: str, head: int, g: Tensor, t: Tensor) -> Tensor:
+    def interaction(self, name: str, head: int, g: Tensor, t: Tensor) -> Tensor:
         """The interaction of a head's keys or values."""
         concat = self.config.interaction == 'concat'
         return interact(self.config, self.of(f'{name}_interaction.weight')[head] if concat else None, g, t)
@@ -96,20 +96,20 @@ def attend_one(
 ) -> Tensor:
     """Fastformer Eq. 3 to Eq. 6 and the output R + Q of one text (N, C)."""
     heads, tokens = make_heads(config, p, x), range(len(x))
-    met = []
+    interacted = []
     for h in range(config.num_attention_heads):
         global_query = mean(heads.q[:, h], scores(heads.of('query_score'), h, heads.q), mask)  # Eq. 3, Eq. 4
-        met.append(torch.stack([heads.meet('key', h, global_query[i], heads.k[i, h]) for i in tokens]))
-    p_all = torch.stack(met, 1)  # (N, h, d)
+        interacted.append(torch.stack([heads.interaction('key', h, global_query[i], heads.k[i, h]) for i in tokens]))
+    p_all = torch.stack(interacted, 1)  # (N, h, d)
     u = []
     for h in range(config.num_attention_heads):
         global_key = mean(p_all[:, h], scores(heads.of('key_score'), h, p_all), mask)  # Eq. 5, Eq. 6
-        u.append(torch.stack([heads.meet('value', h, global_key[i], heads.v[i, h]) for i in tokens]))
+        u.append(torch.stack([heads.interaction('value', h, global_key[i], heads.v[i, h]) for i in tokens]))
     return heads.output(torch.stack(u, 1))
 
 
 def stream_one(config: FastformerConfig, p: Mapping[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
-    """The output (N, C) of causal='streaming': each key has met the global query up to itself."""
+    """The output (N, C) of causal='streaming': each key interacts with the global query up to itself."""
     return attend_one(config, p, x, mask, prefix_means)
 
 
@@ -129,18 +129,18 @@ def read_one(
     ]
     u = []
     for i in range(len(x)):
-        met = torch.stack(
+        interacted = torch.stack(
             [
-                torch.stack([heads.meet('key', h, query[i], key) for key in heads.k[:, h]])
+                torch.stack([heads.interaction('key', h, query[i], key) for key in heads.k[:, h]])
                 for h, query in enumerate(queries)
             ],
             1,
         )  # (S, h, d)
         global_keys = [
-            weighted_sum(softmax(scores(heads.of('key_score'), h, met), source_mask), met[:, h])
+            weighted_sum(softmax(scores(heads.of('key_score'), h, interacted), source_mask), interacted[:, h])
             for h in range(len(queries))
         ]
-        u.append(torch.stack([heads.meet('value', h, g, heads.v[i, h]) for h, g in enumerate(global_keys)]))
+        u.append(torch.stack([heads.interaction('value', h, g, heads.v[i, h]) for h, g in enumerate(global_keys)]))
     return heads.output(torch.stack(u))
 
 

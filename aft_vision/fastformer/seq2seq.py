@@ -36,7 +36,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
     """
 
     _tied_weights_keys = {'lm_head.weight': 'encoder.embeddings.embed_tokens.weight'}  # noqa: RUF012
-    # Of a classifier and of a `FastformerModel`: no name becomes one that another pattern takes.
+    # Names of a classifier and of a `FastformerModel`: no name becomes one that another pattern takes.
     _names_without_decoder: ClassVar[Mapping[str, str]] = {
         r'^(?:model\.)?(embeddings|encoder)\.': r'encoder.\1.',
     }

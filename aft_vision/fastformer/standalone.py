@@ -21,7 +21,7 @@ AUTO_CLASSES = {
     'TextTokenizer': 'AutoTokenizer',
     'NltkTokenizer': 'AutoTokenizer',
 }
-# Of the copies: others may have a `config.py` in such a folder, and Python, started there, has a `tokenize` of its own.
+# The prefix of copied modules, as others may have a `config.py` in such a folder, and Python itself has a `tokenize`.
 PREFIX = 'fastformer_'
 
 
@@ -57,14 +57,14 @@ def write_code(saved: Any, folder: Path) -> None:
     if foreign:
         _logger.warning('%s will load only where %s can be imported', folder, foreign)
         if not is_tokenizer:
-            # Of an earlier save, or of the folder that the model was loaded from.
+            # It may be there from an earlier save, or from the folder that the model was loaded from.
             vars(saved.config).pop('auto_map', None)
         return
     folder.mkdir(parents=True, exist_ok=True)
     source = inspect.getfile(type(saved))
     for file in map(Path, [source, *get_relative_import_files(source)]):
         code = re.sub(rf'^(\s*from \.)(?!{PREFIX})(\w+ import )', rf'\1{PREFIX}\2', file.read_text('utf-8'), flags=re.M)
-        (folder / f'{_copy(file)}.py').write_text(code, encoding='utf-8')
+        (folder / f'{_copied_name(file)}.py').write_text(code, encoding='utf-8')
     if is_tokenizer:
         # A pair of the slow and the fast one.
         saved._auto_map = {'AutoTokenizer': [None, _reference(type(saved))]}
@@ -75,27 +75,27 @@ def write_code(saved: Any, folder: Path) -> None:
 
 
 def _reference(x: type) -> str:
-    return f'{_copy(Path(inspect.getfile(x)))}.{x.__name__}'
+    return f'{_copied_name(Path(inspect.getfile(x)))}.{x.__name__}'
 
 
-def _copy(file: Path) -> str:
+def _copied_name(file: Path) -> str:
     # The name of a module in the folder; one that was loaded from such a folder keeps its own.
     return f'{PREFIX}{file.stem.removeprefix(PREFIX)}'
 
 
 def _find_foreign(saved: Any) -> str:
-    # The name of something that the code needs and that is of neither this package nor transformers, or ''.
+    # Return the name of a class that the code needs from outside this package and transformers, or ''.
     if type(saved).__name__ not in AUTO_CLASSES:
-        return _name(type(saved))
+        return _full_name(type(saved))
     text_config = getattr(getattr(saved, 'config', None), 'text_config', None)
     if text_config is not None and not type(text_config).__module__.startswith('transformers.'):
-        return _name(type(text_config))
-    return next((_name(x) for x in saved.needed_classes() if _package(x) != _package(type(saved))), '')
+        return _full_name(type(text_config))
+    return next((_full_name(x) for x in saved.needed_classes() if _package(x) != _package(type(saved))), '')
 
 
 def _package(x: type) -> str:
     return x.__module__.rpartition('.')[0]
 
 
-def _name(x: Any) -> str:
+def _full_name(x: Any) -> str:
     return f'{x.__module__}.{x.__name__}'

@@ -21,7 +21,7 @@ BYTES = 256
 
 
 class TextTokenizer(SavesCode, PreTrainedTokenizerFast):
-    """A fast tokeniser that treats texts in use as in training.
+    """A fast tokeniser that cuts off long texts and encodes an empty one, as in training.
 
     A text without a token becomes one unknown token. A text is cut off at `model_max_length`, where that is set, unless
     the call has `truncation` or `max_length`: transformers' pipelines have neither.
@@ -78,7 +78,7 @@ class NltkTokenizer(TextTokenizer):
 
 
 class NltkTokenizerConfig(PreTrainedConfig):
-    """Configuration that tells AutoTokenizer of NltkTokenizer."""
+    """The class of config under which `AutoTokenizer` registers NltkTokenizer."""
 
     model_type = 'nltk_tokenizer'
 
@@ -111,14 +111,14 @@ def train_tokenizer(
         raise ValueError('expected texts, such as a list of them, got one text')
     if method not in METHODS:
         raise ValueError(f'expected the method {", ".join(METHODS)}, got {method!r}')
-    smallest = len(SPECIAL_TOKENS) + (BYTES if method == 'bpe' else 1)
-    if vocab_size < smallest:
-        raise ValueError(f'vocab_size must be at least {smallest} with the method {method}, got {vocab_size}')
+    min_size = len(SPECIAL_TOKENS) + (BYTES if method == 'bpe' else 1)
+    if vocab_size < min_size:
+        raise ValueError(f'vocab_size must be at least {min_size} with the method {method}, got {vocab_size}')
     backend = _make_backend(method, lowercase)
     if method == 'nltk':
         texts = map(_join_words, texts)
     backend.train_from_iterator(texts, _make_trainer(method, vocab_size, min_frequency))
-    if backend.get_vocab_size() < smallest:
+    if backend.get_vocab_size() < min_size:
         raise ValueError(f'expected texts with words that occur {min_frequency} times or more, got none')
     tokenizer_class = NltkTokenizer if method == 'nltk' else TextTokenizer
     return tokenizer_class(
@@ -134,7 +134,7 @@ def train_tokenizer(
 
 
 def nltk_words(text: str) -> list[str]:
-    """Divide a text as NLTK's word_tokenize does; without NLTK's data, sentences end as untrained Punkt thinks.
+    """Divide a text as NLTK's word_tokenize does; without NLTK's data, untrained Punkt finds the sentences.
 
     Untrained Punkt takes the full stop of an abbreviation, as in "Mr. Smith", for the end of a sentence, and so cuts it
     off; a warning says so once.

@@ -38,25 +38,25 @@ def tokenize_dataset(
     Raises:
         ValueError: max_summary_length is below 2, or the tokenizer has no end token.
     """
-    most: int | None = max_summary_length
+    limit: int | None = max_summary_length
     end: Any = tokenizer.eos_token_id
-    if most is not None and end is None:
+    if limit is not None and end is None:
         raise ValueError('expected a tokenizer with an end token (eos_token), got one without')
-    if most is not None and most < 2:
-        raise ValueError(f'max_summary_length must be at least 2, got {most}')
+    if limit is not None and limit < 2:
+        raise ValueError(f'max_summary_length must be at least 2, got {limit}')
 
-    def closed(target: list[int], most: int) -> list[int]:
+    def with_end(target: list[int], limit: int) -> list[int]:
         # Some tokenizers add the end token themselves.
-        return target if target[-1:] == [end] else [*target[: most - 1], end]
+        return target if target[-1:] == [end] else [*target[: limit - 1], end]
 
     def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
         tokens = {'input_ids': token_ids(batch['text'], tokenizer, max_length)}
-        if most is not None:
-            targets: Any = tokenizer(batch['summary'], truncation=True, max_length=most)['input_ids']
-            tokens['labels'] = [closed(target, most) for target in targets]
+        if limit is not None:
+            targets: Any = tokenizer(batch['summary'], truncation=True, max_length=limit)['input_ids']
+            tokens['labels'] = [with_end(target, limit) for target in targets]
         return tokens
 
-    texts = ['text'] if most is None else ['text', 'summary']
+    texts = ['text'] if limit is None else ['text', 'summary']
     return dataset.map(tokenize, batched=True, remove_columns=texts, num_proc=num_proc, desc='tokens')
 
 

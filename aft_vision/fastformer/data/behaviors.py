@@ -162,7 +162,7 @@ def split_behaviors(
     if division == 'random':
         splits = split_dataset(dataset, seed, fractions)
     elif division == 'last':
-        ends = _ends(dataset, fractions)
+        ends = _split_ends(dataset, fractions)
         rows = map(range, [0, *ends[:-1]], ends)
         splits = DatasetDict({name: dataset.select(split) for name, split in zip(fractions, rows, strict=True)})
     elif division == 'user':
@@ -218,12 +218,12 @@ class BehaviorCollator:
         types = [[self.types[kind] for kind in row['behavior_types']] for row in rows]
         # At least one position, so that every parameter has a gradient in every process.
         behaviors = pad_rows([row['behaviors'] for row in rows], -1, 1)
-        texts, places = number_distinct(np.insert(behaviors, 0, [row['ad'] for row in rows], axis=1))
+        texts, text_rows = number_distinct(np.insert(behaviors, 0, [row['ad'] for row in rows], axis=1))
         # The labels come first: transformers' Trainer takes the size of the batch from the first tensor.
         return {
             'labels': torch.tensor([float(row['label']) for row in rows]),
-            'ad': places[:, 0],
-            'behaviors': places[:, 1:],
+            'ad': text_rows[:, 0],
+            'behaviors': text_rows[:, 1:],
             'behavior_types': torch.from_numpy(pad_rows(types, 0, 1)),
             **pad_tokens([self.tokens[number] for number in texts], self.pad_token_id),
         }
@@ -257,7 +257,7 @@ def _as_behaviors(place: str, values: Sequence[Any]) -> Iterator[Behavior]:
         yield Behavior(*(check_text(place, f'{column}.{key}', value[key]) for key in BEHAVIOR_KEYS))
 
 
-def _ends(dataset: Dataset, fractions: Mapping[str, float]) -> list[int]:
+def _split_ends(dataset: Dataset, fractions: Mapping[str, float]) -> list[int]:
     """Return the ends of splits with these shares of the rows, at the end of an impression."""
     impressions = np.asarray(dataset['impression'])
     is_within = np.append((impressions[1:] == impressions[:-1]) & (impressions[1:] >= 0), False)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 # Errors of the openers for a damaged or encrypted file; bz2 and gzip raise OSError too.
-DAMAGE = (EOFError, OSError, RuntimeError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
+DAMAGE_ERRORS = (EOFError, OSError, RuntimeError, lzma.LZMAError, zlib.error, zipfile.BadZipFile)
 OPENERS: dict[str, Any] = {'.gz': gzip.open, '.xz': lzma.open, '.bz2': bz2.open}
-LARGEST_FIELD = 2**31 - 1
+MAX_FIELD_SIZE = 2**31 - 1
 
 
 class Record(NamedTuple):
@@ -49,7 +49,7 @@ def read_lines(path: str | Path, member: str | None = None) -> Iterator[tuple[in
                 yield number, line
     except PermissionError:
         raise
-    except DAMAGE as error:
+    except DAMAGE_ERRORS as error:
         raise ValueError(f'{path} is damaged after line {number}: {error}') from error
 
 
@@ -95,10 +95,10 @@ def read_delimited(
 
     Args:
         columns: Their names; None where the first line holds them.
-        quoted: Whether quotes may surround a field with delimiters and line ends; else a quote is a character.
+        quoted: Quotes may surround a field with delimiters and line ends; False: a quote is a character.
         encoding: Encoding of the characters, by its name in Python.
         needed: Columns that must be among those of the first line.
-        typed: Whether the names in the first line end with types, which are removed, such as RecBole's `user_id:token`.
+        typed: The names in the first line end with types, such as RecBole's `user_id:token`, which are removed.
 
     Raises:
         ValueError: the file is damaged, or a row has another number of columns, or the first line lacks one; names the
@@ -122,7 +122,7 @@ def read_delimited(
 
 
 def each_once(records: Iterable[Record], column: str) -> Iterator[Record]:
-    """Pass the records of one file on, each with a name of its own in a column.
+    """Yield the records of one file, and check that each has a name of its own in a column.
 
     Raises:
         ValueError: a name is there again; names the line and the column.
@@ -180,7 +180,7 @@ def zip_members(path: str | Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except DAMAGE as error:
+    except DAMAGE_ERRORS as error:
         raise ValueError(f'{path} is damaged: {error}') from error
     return [name for name in names if not name.endswith('/') and not name.startswith('__MACOSX/')]
 
@@ -217,7 +217,7 @@ def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) ->
     reader, number = csv.reader(lines, delimiter=delimiter, strict=True), 1
     while True:
         # The limit is one of the process, in which other readers may be open.
-        limit = csv.field_size_limit(LARGEST_FIELD)
+        limit = csv.field_size_limit(MAX_FIELD_SIZE)
         try:
             row = next(reader, None)
         except csv.Error as error:

@@ -179,10 +179,10 @@ class NewsCollator:
         history, candidates = (
             pad_rows([sample[name] for sample in samples], -1, 1) for name in ('history', 'candidates')
         )
-        news, places = number_distinct(np.concatenate([history, candidates], 1))
+        news, text_rows = number_distinct(np.concatenate([history, candidates], 1))
         return self.texts(news) | {
-            'history': places[:, : history.shape[1]],
-            'candidates': places[:, history.shape[1] :],
+            'history': text_rows[:, : history.shape[1]],
+            'candidates': text_rows[:, history.shape[1] :],
             'labels': torch.zeros(len(samples), dtype=torch.int64),
         }
 

@@ -16,7 +16,7 @@ from aft_vision.fastformer.data.impressions import Behaviors
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import Rating, load_ratings, read_films
 
-LIKED = 4
+MIN_LIKED_STARS = 4
 # The behaviours of a row of Alimama: this many columns each for type, category, brand, and two masks.
 SLOTS = 50
 PROFILE_COLUMNS = (
@@ -49,7 +49,7 @@ def read_ratings(folder: str | Path, table: BehaviorTable, max_behaviors: int | 
     films = read_films(folder)
     # A stable order: rows of one second stay as in the file.
     ratings = sorted(load_ratings(folder, films), key=itemgetter(3))
-    return table.collect(_in_time(ratings, films.texts), max_behaviors)
+    return table.collect(_requests_of_ratings(ratings, films.texts), max_behaviors)
 
 
 def read_mind_clicks(
@@ -69,11 +69,11 @@ def read_mind_clicks(
     Raises:
         ValueError: a file is missing, damaged or of another layout, or has no labels; names line and column.
     """
-    news, most = read_mind_news(folder), sys.maxsize if max_behaviors is None else max_behaviors
-    behaviors = read_mind_behaviors(folder, news.rows, most, drop_missing)
+    news, limit = read_mind_news(folder), sys.maxsize if max_behaviors is None else max_behaviors
+    behaviors = read_mind_behaviors(folder, news.rows, limit, drop_missing)
     if behaviors.labels is None:
         raise ValueError(f'expected candidates with labels (N1-0 N2-1) in {folder}, got none')
-    return table.collect(_of_impressions(behaviors, behaviors.labels, news), max_behaviors)
+    return table.collect(_requests_of_impressions(behaviors, behaviors.labels, news), max_behaviors)
 
 
 def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | None = None) -> Dataset:
@@ -94,17 +94,17 @@ def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | No
     return table.collect(map(_as_click, read_delimited(path, columns=ALIMAMA_COLUMNS)), max_behaviors)
 
 
-def _in_time(ratings: Iterable[Rating], texts: Sequence[str]) -> Iterator[Request]:
+def _requests_of_ratings(ratings: Iterable[Rating], texts: Sequence[str]) -> Iterator[Request]:
     earlier: dict[str, list[Behavior]] = defaultdict(list)
     for _, together in groupby(ratings, key=itemgetter(3)):
         same_second = list(together)
         for user, film, stars, _ in same_second:
-            yield Request(int(stars >= LIKED), texts[film], list(earlier[user]), user)
+            yield Request(int(stars >= MIN_LIKED_STARS), texts[film], list(earlier[user]), user)
         for user, film, stars, _ in same_second:
             earlier[user].append(Behavior(f'rated {stars}', texts[film]))
 
 
-def _of_impressions(behaviors: Behaviors, labels: np.ndarray, news: News) -> Iterator[Request]:
+def _requests_of_impressions(behaviors: Behaviors, labels: np.ndarray, news: News) -> Iterator[Request]:
     # A stable order: impressions of one second stay as in the file.
     for impression, row in enumerate(np.argsort(np.asarray(behaviors.seconds), kind='stable').tolist()):
         clicks = [Behavior('click', news.texts[number]) for number in behaviors.histories[row]]

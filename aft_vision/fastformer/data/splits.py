@@ -46,7 +46,7 @@ def split_dataset(
             f'expected classes of two rows or more, got {len(labels)} rows, of which {len(names)} are alone in theirs: '
             f'{", ".join(names):.200}; rare_to_first=True puts such rows into {next(iter(fractions))!r}'
         )
-    place, rest = np.zeros(len(labels), int), np.flatnonzero(~is_rare)
+    split_of_row, rest = np.zeros(len(labels), int), np.flatnonzero(~is_rare)
     for number, name in reversed([*enumerate(fractions)][1:]):
         count = round(fractions[name] * len(labels))
         if not count:
@@ -61,10 +61,10 @@ def split_dataset(
                 f'expected rows of every class for the split {name!r} and for those before it, got {count} of '
                 f'{len(rest)}: {error}'
             ) from error
-        place[drawn] = number
+        split_of_row[drawn] = number
     if 'text' in dataset.column_names:
-        place = _earliest(place, dataset['text'])
-    parts = {name: np.flatnonzero(place == number) for number, name in enumerate(fractions)}
+        split_of_row = _first_split_of_text(split_of_row, dataset['text'])
+    parts = {name: np.flatnonzero(split_of_row == number) for number, name in enumerate(fractions)}
     for name, rows in parts.items():
         if not len(rows):
             raise ValueError(
@@ -73,10 +73,10 @@ def split_dataset(
     return DatasetDict({name: dataset.select(rows) for name, rows in parts.items()})
 
 
-def _earliest(place: np.ndarray, texts: Iterable[str]) -> np.ndarray:
-    """Return for each row the least place of all rows with the same text."""
+def _first_split_of_text(split_of_row: np.ndarray, texts: Iterable[str]) -> np.ndarray:
+    """Return for each row the first split of all rows with the same text."""
     group = np.array([' '.join(text.split()) for text in texts], dtype=object)
-    return pd.Series(place).groupby(group).transform('min').to_numpy()
+    return pd.Series(split_of_row).groupby(group).transform('min').to_numpy()
 
 
 def report_shared(splits: Mapping[str, Dataset], split: str) -> None:

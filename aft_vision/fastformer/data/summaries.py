@@ -22,8 +22,8 @@ from aft_vision.fastformer.data.table import (
     read_records,
 )
 
-# Names of other splits that an error gives at most.
-SHOWN_SPLITS = 5
+# Number of other splits that an error names.
+MAX_NAMED_SPLITS = 5
 
 
 def read_summaries(
@@ -49,7 +49,7 @@ def read_summaries(
     columns = name_columns(text)
     records = read_records(path, [*columns, summary, *([] if split is None else [split_column])])
     if split is not None:
-        records = _of_split(records, split_column, split, path)
+        records = _rows_of_split(records, split_column, split, path)
     return collect_summaries(records, columns, summary, **options)
 
 
@@ -62,7 +62,7 @@ def read_hub_summaries(
     load_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
-    """Read texts with summaries from the Hugging Face hub, or from what else `datasets.load_dataset` takes.
+    """Read texts with summaries from the Hugging Face hub, or from any other source of `datasets.load_dataset`.
 
     Args:
         name: Such as `abisee/cnn_dailymail`, or a folder with a copy of it.
@@ -155,7 +155,7 @@ def _equal_rows(dataset: Dataset) -> np.ndarray:
         before = numbers
 
 
-def _of_split(records: Iterable[Record], column: str, split: str, path: str | Path) -> Iterator[Record]:
+def _rows_of_split(records: Iterable[Record], column: str, split: str, path: str | Path) -> Iterator[Record]:
     others: set[str] = set()
     is_found = False
     for record in records:
@@ -165,11 +165,11 @@ def _of_split(records: Iterable[Record], column: str, split: str, path: str | Pa
         if value == split:
             is_found = True
             yield record
-        elif len(others) <= SHOWN_SPLITS:
+        elif len(others) <= MAX_NAMED_SPLITS:
             others.add(f'{value!s:.40}')
     if not is_found:
         names = sorted(others)
-        named = ', '.join(names[:SHOWN_SPLITS]) + (' and others' if len(names) > SHOWN_SPLITS else '')
+        named = ', '.join(names[:MAX_NAMED_SPLITS]) + (' and others' if len(names) > MAX_NAMED_SPLITS else '')
         raise ValueError(f'expected rows with {column} = {split!r} in {path}, got {named or "none"}')
 
 

@@ -110,7 +110,7 @@ def read_hub(
     load_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
-    """Read labelled texts from the Hugging Face hub, or from what else `datasets.load_dataset` takes.
+    """Read labelled texts from the Hugging Face hub, or from any other source of `datasets.load_dataset`.
 
     Args:
         name: Such as `fancyzhx/ag_news`.
