@@ -1,13 +1,13 @@
 """The AFT operations over whole sequences (AFT Eq. 2, 4, 5, 6, 10), and one of ours, AFT-axial.
 
-Each is one custom operator with an explicit backward: O(B T D) memory besides the bias. On a CPU, and in the Triton
-kernels, any finite key and bias is exact. In the torch forms on an accelerator an element underflows to 0 where w and k
+Each is one custom operator with an explicit backward: O(B T D) memory besides the bias. On a CPU, and in
+Triton, any finite key and bias is exact. In the torch forms on an accelerator an element underflows to 0 where w and k
 both spread over more than about 69 nats. A bias of minus infinity hides a source; a target without any gives 0.
 They are differentiated once, in reverse or forward: autograd, dual tensors, torch.func.grad, vjp, jvp, jacrev, jacfwd,
 and vmap over any input. Along a tangent of the bias the weights of a block of targets are formed, O(B T T D) time. A
 second derivative is a RuntimeError, except in reverse over forward; `aten` has those of the whole-sequence forms.
 
-Backends: 'eager' is torch operations and takes any inputs; 'cpp' a kernel compiled for the CPU; 'triton' kernels for
+Backends: 'eager' is torch operations and takes any inputs; 'cpp' code compiled for the CPU; 'triton' code for
 CUDA devices, in float32, bfloat16 and float16 with sums in float32, a RuntimeError where Triton is installed and cannot
 compile; 'auto' the fastest of these that supports the inputs and works; 'aten' the plain graphs of `aten`, without a
 custom operator, for exporters. The causal operations have no such graph, and TorchScript cannot ask for one.
@@ -72,7 +72,7 @@ def aft_full(
         bias: (T, T) position bias w; bias[t, s] weights source s for target t.
         mask: (B, T) bool, True where a source counts; a target with no source gives 0.
         backend: 'auto', 'eager', 'cpp', 'triton' or 'aten'.
-        weights: from `ops.bias_weights` for this bias and this type of v, which a compiled kernel then reads in place
+        weights: from `ops.bias_weights` for this bias and this type of v, which compiled code then reads in place
             of the bias in a call without gradients; others of the same shape give a wrong result. Ignored otherwise.
 
     Returns:
@@ -169,7 +169,7 @@ def aft_conv(
         mask: (B, H * W) bool, True where a source counts; a target with no source gives 0.
         global_context: False gives sources outside the window no weight (the degenerate variant of Sec. 5.3).
         backend: 'auto', 'eager', 'cpp', or one of its forms 'depthwise', 'wide' and 'conv', 'triton' or 'aten'.
-        weights: from `ops.bias_weights` for this kernel and this type of v, which a compiled kernel then reads in place
+        weights: from `ops.bias_weights` for this kernel and this type of v, which compiled code then reads in place
             of the kernel in a call without gradients; others of the same shape give a wrong result. Ignored otherwise.
 
     Returns:

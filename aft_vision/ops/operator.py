@@ -33,7 +33,7 @@ MAX_SIZES = 1000
 
 
 def triton_form(operation: str, module: str, forward: str, backward: str, *shapes: Shape) -> Form:
-    """Return a form that runs where Triton does, and where its kernels agree with the last form, in torch operations.
+    """Return a form that runs where Triton does, and where it agrees with the last form, in torch operations.
 
     Args:
         operation: its name.
@@ -419,7 +419,7 @@ _SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
 
 
 def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
-    """Compute what the kernels read of a position bias, once for all calls with a bias that does not change.
+    """Compute what the compiled forms read of a position bias, once for all calls with a bias that does not change.
 
     Args:
         name: 'aft_full' or 'aft_conv'.
@@ -440,7 +440,7 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     assert weights is not None
     if bias.ndim != len(weights.shape) or bias.shape[-1] != bias.shape[-2]:
         raise ValueError(f'bias must have shape ({", ".join(weights.shape)}) for {name}, got {tuple(bias.shape)}')
-    # Kernels read the memory of plain tensors.
+    # Compiled forms read the memory of plain tensors.
     if _needs_dispatcher((bias, v)):
         return None
     inputs = weights.inputs(bias, v)
@@ -451,7 +451,7 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
 
 
 def _check_weights(operation: Operation, inputs: Any, weights: Tensor) -> None:
-    # Whichever form runs; without compiled kernels none has any.
+    # Whichever form runs; without a compiler none has any.
     if operation.weights is None or cpp.library() is None:
         return
     shape, dtype = operation.weights.layout(getattr(inputs, operation.biases[0]), inputs.v)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32
 from aft_vision.ops.common.launch import tuned
-from aft_vision.ops.conv.repair_kernels import find_slopes, find_terms, find_underflowed, load_logits
+from aft_vision.ops.conv.repair_kernels import inverse_underflowed, largest_terms, load_logits, term_gradients
 
 KEY = ['T', 'heads', 'C', 'ROWS', 'BLOCK']
 TILES = ({'BC': 64}, 4), ({'BC': 128}, 4), ({'BC': 128}, 8), ({'BC': 256}, 8)
@@ -19,14 +19,14 @@ INTERPRETED_TILE = {'BC': 32}
 
 
 @triton.jit
-def find_channels(group, C, GROUP: tl.constexpr):
+def group_channels(group, C, GROUP: tl.constexpr):
     """Return the channels of the rows of a group; the last row, of the key, has an index beyond all of them."""
     row = tl.arange(0, GROUP)
     return tl.where(row < GROUP - 1, group * (GROUP - 1) + row, C).to(tl.int64)
 
 
 @triton.jit
-def find_tile(axis, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, BC: tl.constexpr):
+def program_tile(axis, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, BC: tl.constexpr):
     """Return the group of a head, the head, the lines and the first token of a program."""
     tiles = tl.cdiv(axis.length, BLOCK)
     first = tl.program_id(0) // groups // tiles * (BC // GROUP)
@@ -35,7 +35,7 @@ def find_tile(axis, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, BC: tl.con
 
 
 @triton.jit
-def find_tokens(axis, n, i, B):
+def line_tokens(axis, n, i, B):
     """Return the sequences of lines n, the places of their tokens i in it, and whether there are such."""
     b = (n // axis.lines).to(tl.int64)[None, :]
     t = i[:, None] * axis.step + (n % axis.lines * axis.between)[None, :]
@@ -75,7 +75,7 @@ def load_sources(K, V, MASK, PEAK, k_strides, v_strides, head, b, t, c, inside, 
 
 
 @triton.jit
-def find_place(head, group, groups, b, t, B, T, GROUP: tl.constexpr):
+def columns_at(head, group, groups, b, t, B, T, GROUP: tl.constexpr):
     """Return the places of columns (tokens, lines, GROUP) in a workspace."""
     row = ((head * groups + group) * B + b) * T + t
     return row[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
@@ -114,23 +114,23 @@ def columns_kernel(
     BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the product of the sources along columns, and write the sources if X is given."""
-    group, head, n, first = find_tile(axis, groups, GROUP, BLOCK, BC)
-    c = find_channels(group, C, GROUP)
+    group, head, n, first = program_tile(axis, groups, GROUP, BLOCK, BC)
+    c = group_channels(group, C, GROUP)
     target = first + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK, BC], tl.float32)
     for start in range(0, axis.length, BLOCK):
         s = start + tl.arange(0, BLOCK)
-        b, t, inside = find_tokens(axis, n, s, B)
+        b, t, inside = line_tokens(axis, n, s, B)
         ek, v = load_sources(K, V, MASK, PEAK, k_strides, v_strides, head, b, t, c, inside, T, heads, C)
         x = (ek[:, :, None] * v).to(PRODUCT)
         if X is not None:
             # The first of the programs that read these sources.
             own = inside & (0 * n == first)[None, :]
-            tl.store(X + find_place(head, group, groups, b, t, B, T, GROUP), x, mask=own[:, :, None])
+            tl.store(X + columns_at(head, group, groups, b, t, B, T, GROUP), x, mask=own[:, :, None])
         w = load_weights(W, head, target[:, None], s[None, :], axis.length)
         sums = tl.dot(w, tl.reshape(x, [BLOCK, BC]), sums, input_precision=PRECISION)
-    b, t, inside = find_tokens(axis, n, target, B)
-    place = find_place(head, group, groups, b, t, B, T, GROUP)
+    b, t, inside = line_tokens(axis, n, target, B)
+    place = columns_at(head, group, groups, b, t, B, T, GROUP)
     tl.store(OUT + place, tl.reshape(sums, [BLOCK, BC // GROUP, GROUP]), mask=inside[:, :, None])
 
 
@@ -142,18 +142,18 @@ def rows_kernel(
     BC: tl.constexpr,
 ):  # fmt: skip
     """Compute y from the product along columns, and the denominators if DEN is given."""
-    group, head, n, first = find_tile(axis, groups, GROUP, BLOCK, BC)
+    group, head, n, first = program_tile(axis, groups, GROUP, BLOCK, BC)
     target = first + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK, BC], tl.float32)
     for start in range(0, axis.length, BLOCK):
         s = start + tl.arange(0, BLOCK)
-        b, t, inside = find_tokens(axis, n, s, B)
-        place = find_place(head, group, groups, b, t, B, T, GROUP)
+        b, t, inside = line_tokens(axis, n, s, B)
+        place = columns_at(head, group, groups, b, t, B, T, GROUP)
         x = tl.load(HALFWAY + place, mask=inside[:, :, None], other=0.0)
         w = load_weights(W, head, target[:, None], s[None, :], axis.length)
         sums = tl.dot(w, tl.reshape(x, [BLOCK, BC]), sums, input_precision=PRECISION)
-    b, t, inside = find_tokens(axis, n, target, B)
-    c, sums = find_channels(group, C, GROUP), tl.reshape(sums, [BLOCK, BC // GROUP, GROUP])
+    b, t, inside = line_tokens(axis, n, target, B)
+    c, sums = group_channels(group, C, GROUP), tl.reshape(sums, [BLOCK, BC // GROUP, GROUP])
     store_means(sums, Q, Y, DEN, UNDERFLOWED, PEAK, q_strides, y_strides, head, b, t, c, inside, T, heads, C, GROUP)
 
 
@@ -166,14 +166,14 @@ def targets_kernel(
     BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the transposed product of the gradient of the sums along rows, write that if R is given, and dq."""
-    group, head, n, first = find_tile(axis, groups, GROUP, BLOCK, BC)
-    c = find_channels(group, C, GROUP)
+    group, head, n, first = program_tile(axis, groups, GROUP, BLOCK, BC)
+    c = group_channels(group, C, GROUP)
     source = first + tl.arange(0, BLOCK)
     is_key = (tl.arange(0, GROUP) == GROUP - 1)[None, None, :]
     sums = tl.zeros([BLOCK, BC], tl.float32)
     for start in range(0, axis.length, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        b, t, inside = find_tokens(axis, n, i, B)
+        b, t, inside = line_tokens(axis, n, i, B)
         # The first of the programs that read these targets.
         own = inside & (0 * n == first)[None, :]
         g = load_channels(G, g_strides, head, b, t, c, inside, C, 0.0)
@@ -187,11 +187,11 @@ def targets_kernel(
         inverse = tl.where(den < LIMIT, 0.0, 1.0 / tl.where(den < LIMIT, 1.0, den))[:, :, None]
         r = (tl.where(is_key, -tl.sum(gy, 2)[:, :, None], g) * inverse).to(PRODUCT)
         if R is not None:
-            tl.store(R + find_place(head, group, groups, b, t, B, T, GROUP), r, mask=own[:, :, None])
+            tl.store(R + columns_at(head, group, groups, b, t, B, T, GROUP), r, mask=own[:, :, None])
         w = load_weights(W, head, i[None, :], source[:, None], axis.length)
         sums = tl.dot(w, tl.reshape(r, [BLOCK, BC]), sums, input_precision=PRECISION)
-    b, t, inside = find_tokens(axis, n, source, B)
-    place = find_place(head, group, groups, b, t, B, T, GROUP)
+    b, t, inside = line_tokens(axis, n, source, B)
+    place = columns_at(head, group, groups, b, t, B, T, GROUP)
     tl.store(OUT + place, tl.reshape(sums, [BLOCK, BC // GROUP, GROUP]), mask=inside[:, :, None])
 
 
@@ -203,18 +203,18 @@ def sources_kernel(
     BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of v and, for the channels of a group, of k from the transposed product along rows."""
-    group, head, n, first = find_tile(axis, groups, GROUP, BLOCK, BC)
+    group, head, n, first = program_tile(axis, groups, GROUP, BLOCK, BC)
     source = first + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK, BC], tl.float32)
     for start in range(0, axis.length, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        b, t, inside = find_tokens(axis, n, i, B)
-        place = find_place(head, group, groups, b, t, B, T, GROUP)
+        b, t, inside = line_tokens(axis, n, i, B)
+        place = columns_at(head, group, groups, b, t, B, T, GROUP)
         r = tl.load(HALFWAY + place, mask=inside[:, :, None], other=0.0)
         w = load_weights(W, head, i[None, :], source[:, None], axis.length)
         sums = tl.dot(w, tl.reshape(r, [BLOCK, BC]), sums, input_precision=PRECISION)
-    b, t, inside = find_tokens(axis, n, source, B)
-    c, sums = find_channels(group, C, GROUP), tl.reshape(sums, [BLOCK, BC // GROUP, GROUP])
+    b, t, inside = line_tokens(axis, n, source, B)
+    c, sums = group_channels(group, C, GROUP), tl.reshape(sums, [BLOCK, BC // GROUP, GROUP])
     ek, v = load_sources(K, V, MASK, PEAK, k_strides, v_strides, head, b, t, c, inside, T, heads, C)
     store_channels(DV, sums * ek[:, :, None], dv_strides, head, b, t, c, inside, C)
     tl.store(DK + ((group * B + b) * T + t) * heads + head, tl.sum(sums * v, 2) * ek, mask=inside)
@@ -235,10 +235,10 @@ def pairs_kernel(
     sums = tl.zeros([BLOCK, BLOCK], tl.float32)
     for step in range(split, tl.cdiv(B * axis.lines, BC // GROUP) * groups, splits):
         n = step // groups * (BC // GROUP) + tl.arange(0, BC // GROUP)
-        b, t, inside = find_tokens(axis, n, target, B)
-        r = tl.load(R + find_place(head, step % groups, groups, b, t, B, T, GROUP), mask=inside[:, :, None], other=0.0)
-        b, t, inside = find_tokens(axis, n, source, B)
-        x = tl.load(X + find_place(head, step % groups, groups, b, t, B, T, GROUP), mask=inside[:, :, None], other=0.0)
+        b, t, inside = line_tokens(axis, n, target, B)
+        r = tl.load(R + columns_at(head, step % groups, groups, b, t, B, T, GROUP), mask=inside[:, :, None], other=0.0)
+        b, t, inside = line_tokens(axis, n, source, B)
+        x = tl.load(X + columns_at(head, step % groups, groups, b, t, B, T, GROUP), mask=inside[:, :, None], other=0.0)
         r, x = tl.reshape(r, [BLOCK, BC]), tl.reshape(x, [BLOCK, BC])
         sums = tl.dot(r, tl.trans(x), sums, input_precision=PRECISION)
     place = ((split * heads + head) * axis.length + target[:, None]) * axis.length + source[None, :]
@@ -263,12 +263,12 @@ def repair_kernel(
                     b = tl.full([], i, tl.int64)
                     for line in range(0, axis.lines):
                         t = tl.where(target < axis.length, target * axis.step + line * axis.between, T)
-                        base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
-                        inverse = find_underflowed(DEN, den, b, head, t, T, heads)[:, None]
+                        base, bias, den = largest_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
+                        inverse = inverse_underflowed(DEN, den, b, head, t, T, heads)[:, None]
                         for other in range(0, axis.lines):
                             s = tl.where(source < axis.length, source * axis.step + other * axis.between, T)
                             k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, T, width)
                             p = tl.exp((k - base[:, None]) + (w - bias[:, None])) * inverse
-                            sums += p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
+                            sums += p * term_gradients(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
     place = (head * axis.length + target[:, None]) * axis.length + source[None, :]
     tl.store(OUT + place, sums, mask=(target < axis.length)[:, None] & (source < axis.length)[None, :])

@@ -69,7 +69,7 @@ class Layout:
     """The layout of a call's tensors in memory, and the tiles of channels and sequences.
 
     group: rows of a sequence in a tile, the last for the key. groups: of a head. constants: constants of the tuned
-    kernels.
+    functions.
     """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -126,8 +126,8 @@ class _Call:
         shape = layout.heads, layout.groups, layout.B * layout.T, layout.group
         return torch.empty(shape, dtype=self.product, device=self.underflowed.device)
 
-    def run(self, kernel: Any, tensors: tuple[Any, ...], axis: Axis, *steps: tuple[int, ...]) -> None:
-        """Launch a kernel over tiles of lines, groups and heads."""
+    def run(self, function: Any, tensors: tuple[Any, ...], axis: Axis, *steps: tuple[int, ...]) -> None:
+        """Launch a Triton function over tiles of lines, groups and heads."""
         layout = self.layout
 
         def programs(tile: dict[str, int]) -> tuple[int, int]:
@@ -135,7 +135,7 @@ class _Call:
             return lines * axis.tiles * layout.groups, layout.heads
 
         constants = layout.constants | self.constants
-        kernel[programs](*tensors, *self.sizes, axis, *steps, BLOCK=axis.block, **constants)
+        function[programs](*tensors, *self.sizes, axis, *steps, BLOCK=axis.block, **constants)
 
 
 def axial_forward(inputs: AxialInputs, save: bool) -> tuple[Tensor, Tensor]:

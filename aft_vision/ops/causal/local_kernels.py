@@ -77,7 +77,7 @@ def larger(a, b):
 
 
 @triton.jit
-def find_underflowed(den, ek, FIRST, b, t, window, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr):
+def may_underflow(den, ek, FIRST, b, t, window, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, BC: tl.constexpr):
     """Return whether elements of targets, whose exponentials these are, may have lost digits to underflow.
 
     Only targets that see a source can. Each of the BC + window weights may be off by up to the smallest normal float,
@@ -222,7 +222,7 @@ def forward_kernel(
     num += older * (scale * load_past(PAST, b, j, 2, c, blocks, D))[None, :]
     den += older * (scale * load_past(PAST, b, j, 3, c, blocks, D))[None, :]
     own = load_pair(TERMS, b, j, c, B, blocks, D, BC)[1]
-    underflowed = find_underflowed(den, own, FIRST, b, t, window, PRODUCT, PRECISION, BC)
+    underflowed = may_underflow(den, own, FIRST, b, t, window, PRODUCT, PRECISION, BC)
     finite = tl.arange(0, BC)[:, None] < load_past(PAST, b, j, 4, c, blocks, D)[None, :]
     den = tl.where(finite, tl.where(underflowed, 0.0, den), float('nan'))
     y = tl.where(underflowed, float('nan'), num / tl.where(den == 0.0, 1.0, den))

@@ -31,7 +31,7 @@ def load_bias(BAND, t, s, T, window):
 
 
 @triton.jit
-def find_sums(
+def target_sums(
     K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides,
     BC: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def forward_kernel(
     if tl.load(UNDERFLOWED + (j * tl.num_programs(2) + b) * tl.num_programs(1) + tl.program_id(1)) > 0:
         c = tl.program_id(1) * BD + tl.arange(0, BD)
         t = j * BC + tl.arange(0, BC)
-        _, _, num, den = find_sums(
+        _, _, num, den = target_sums(
             K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides, BC, BD
         )
         y = num / tl.where(den > 0.0, den, 1.0)
@@ -116,7 +116,7 @@ def sources_kernel(
         dv = load_tile(DV, b, s, c, T * D, D, T, D)
         for j in range(i, blocks):
             if tl.load(UNDERFLOWED + j * step) > 0:
-                base, bias, _, den = find_sums(
+                base, bias, _, den = target_sums(
                     K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides, BC, BD
                 )
                 t = j * BC + tl.arange(0, BC)
@@ -150,7 +150,7 @@ def band_kernel(
         for i in range(0, B * strips):
             if tl.load(UNDERFLOWED + j * B * strips + i) > 0:
                 b, c = (i // strips).to(tl.int64), i % strips * BD + tl.arange(0, BD)
-                base, bias, _, den = find_sums(
+                base, bias, _, den = target_sums(
                     K, V, MASK, BAND, PAST, b, j, c, T, D, window, blocks, tiles, k_strides, v_strides, BC, BD
                 )
                 r_num, r_den = load_rows(G, Y, DEN, Q, den, b, t, c, g_strides, y_strides, q_strides, T, D)

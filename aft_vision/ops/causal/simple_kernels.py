@@ -50,7 +50,7 @@ def row(x, i, BT: tl.constexpr):
 
 
 @triton.jit
-def chunk_of_program(T, D, length, BD: tl.constexpr):
+def program_chunk(T, D, length, BD: tl.constexpr):
     """Return sequence, chunk, channels, first token and end of a program in a grid over the first three."""
     tiles, chunks = tl.cdiv(D, BD), tl.cdiv(T, length)
     chunk = tl.program_id(0) // tiles % chunks
@@ -79,7 +79,7 @@ def store_sums(SUMS, reference, den, num, b, chunk, c, chunks, D):
 @triton.jit
 def summary_kernel(K, V, MASK, PAST, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
     """Store the largest key and the sums of each chunk; strides are those of q, k and v."""
-    b, chunk, c, first, end = chunk_of_program(T, D, length, BD)
+    b, chunk, c, first, end = program_chunk(T, D, length, BD)
     peak = tl.full([BD], MIN_FLOAT32, tl.float32)
     num = tl.zeros([BD], tl.float32)
     den = tl.zeros([BD], tl.float32)
@@ -119,7 +119,7 @@ def scan_kernel(SUMS, D, chunks, REVERSE: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def forward_kernel(Q, K, V, MASK, PAST, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
     """Compute y, and the denominators if DEN is given; strides of q, k and v."""
-    b, chunk, c, first, end = chunk_of_program(T, D, length, BD)
+    b, chunk, c, first, end = program_chunk(T, D, length, BD)
     past_peak = tl.full([BD], MIN_FLOAT32, tl.float32)
     past_den = tl.zeros([BD], tl.float32)
     past_num = tl.zeros([BD], tl.float32)
@@ -178,7 +178,7 @@ def gradient_summary_kernel(
     G, Y, DEN, Q, K, MASK, PEAKS, NEXT, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """Compute the gradients of the sums of each chunk, relative to the largest key up to its first token."""
-    b, chunk, c, first, end = chunk_of_program(T, D, length, BD)
+    b, chunk, c, first, end = program_chunk(T, D, length, BD)
     reference = tl.full([BD], -MIN_FLOAT32, tl.float32)
     d_den = tl.zeros([BD], tl.float32)
     d_num = tl.zeros([BD], tl.float32)
@@ -201,7 +201,7 @@ def backward_kernel(
 
     PEAKS: (B, 1 + groups, D), the largest key before every group.
     """
-    b, chunk, c, first, end = chunk_of_program(T, D, length, BD)
+    b, chunk, c, first, end = program_chunk(T, D, length, BD)
     next_peak = tl.full([BD], -MIN_FLOAT32, tl.float32)
     next_d_den = tl.zeros([BD], tl.float32)
     next_d_num = tl.zeros([BD], tl.float32)

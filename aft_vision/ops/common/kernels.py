@@ -23,7 +23,7 @@ def mask_if(condition, mask):
 
 
 @triton.jit
-def find_seen(MASK, b, t, c, T, D):
+def load_seen(MASK, b, t, c, T, D):
     """Return whether tokens t of sequence b count, and channels c exist."""
     seen = (t < T)[:, None] & (c < D)[None, :]
     if MASK is not None:
@@ -34,14 +34,14 @@ def find_seen(MASK, b, t, c, T, D):
 @triton.jit
 def load_keys(K, MASK, b, t, c, k_batch, k_token, T, D):
     """Load keys (t, c) of sequence b in float32, minus infinity at masked tokens and outside the sequence."""
-    seen = find_seen(MASK, b, t, c, T, D)
+    seen = load_seen(MASK, b, t, c, T, D)
     return tl.load(K + b * k_batch + t[:, None] * k_token + c[None, :], mask=seen, other=float('-inf')).to(tl.float32)
 
 
 @triton.jit
 def load_values(V, MASK, b, t, c, v_batch, v_token, T, D):
     """Load values (t, c) of sequence b in float32, 0 at masked tokens, even if NaN, and outside the sequence."""
-    seen = find_seen(MASK, b, t, c, T, D)
+    seen = load_seen(MASK, b, t, c, T, D)
     return tl.load(V + b * v_batch + t[:, None] * v_token + c[None, :], mask=seen, other=0.0).to(tl.float32)
 
 

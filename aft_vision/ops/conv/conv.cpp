@@ -427,7 +427,7 @@ struct Call {
 
   Shape shape() const { return {batch, height, width, channels, kernel.heads, kernel.size / 2, channels / kernel.heads}; }
 
-  // Call `f` with the arguments of the kernels, the table filled.
+  // Call `f` with the inputs and how to multiply, the table filled.
   template <typename F>
   int with_inputs(const Shape &s, bool turned, float underflow, int threads, F f) const {
     return with_operands(operands, scratch, [&](auto op, const auto *) {

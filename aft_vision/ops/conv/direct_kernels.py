@@ -9,7 +9,7 @@ import triton.language as tl
 
 from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32
 from aft_vision.ops.common.launch import tuned
-from aft_vision.ops.conv.kernels import find_most, load_terms, load_window, store_results
+from aft_vision.ops.conv.kernels import largest_bias, load_terms, load_window, store_results
 
 # Targets, sources and channels of a tile in the interpreter, and on a GPU with the number of warps.
 INTERPRETED_TILE = {'BT': 4, 'BS': 8, 'BD': 16}
@@ -20,7 +20,7 @@ TILES = ({'BT': 16, 'BS': 8, 'BD': 32}, 4), ({'BT': 16, 'BS': 16, 'BD': 32}, 8),
 def shifts_kernel(WINDOW, TABLE, heads, T, width, BLOCK: tl.constexpr):
     """Write exp(bias - largest bias) of (shifts, heads), last of those outside the window."""
     head, reach = tl.program_id(0).to(tl.int64), WINDOW.size // 2
-    most, shifts = find_most(WINDOW, head, T, width, BLOCK), WINDOW.size * WINDOW.size + 1
+    most, shifts = largest_bias(WINDOW, head, T, width, BLOCK), WINDOW.size * WINDOW.size + 1
     for start in range(0, shifts, BLOCK):
         i = start + tl.arange(0, BLOCK)
         w = load_window(WINDOW, head, i // WINDOW.size - reach, i % WINDOW.size - reach)
@@ -28,7 +28,7 @@ def shifts_kernel(WINDOW, TABLE, heads, T, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def find_shift(t, s, width, size):
+def shift_index(t, s, width, size):
     """Return the row of the table for targets and sources."""
     reach = size // 2
     dy, dx = s // width - t // width + reach, s % width - t % width + reach
@@ -57,7 +57,7 @@ def direct_kernel(
         weights = tl.broadcast_to(outside, [BT, BS, BD])
         if ((start + BS - 1) // width >= low) & (start // width <= high):
             # Sources beyond the end need a finite weight: the table is infinite at some shifts beyond the grid.
-            shift = find_shift(t[:, None], tl.minimum(s, T - 1)[None, :], width, size)
+            shift = shift_index(t[:, None], tl.minimum(s, T - 1)[None, :], width, size)
             weights = tl.load(TABLE + shift[:, :, None] * D + channel, mask=inside[None, :, :], other=0.0)
         num += weights * (ek * v)[None, :, :]
         den += weights * ek[None, :, :]

@@ -13,7 +13,7 @@ from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32, mask_if
 
 
 @triton.jit
-def find_elements(B, heads, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr):
+def program_elements(B, heads, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr):
     """Return the token of a program, its sequences, heads, and channels of a head, and which of the first two exist."""
     b_tiles, h_tiles = tl.cdiv(B, BB), tl.cdiv(heads, BH)
     program = tl.program_id(0)
@@ -50,7 +50,7 @@ def load_terms(
 
 
 @triton.jit
-def find_slopes(
+def gradients_of_sums(
     G, Y, DEN, Q, DQ, g_strides, y_strides, den_strides, q_strides, dq_strides, b, t, h, c, seen, C: tl.constexpr
 ):  # fmt: skip
     """Return the gradients of both sums of targets, 0 where the denominator underflowed, and whether it did.
@@ -112,7 +112,7 @@ def load_bias(WINDOW, head, t, s, T, width):
 
 
 @triton.jit
-def find_most(WINDOW, head, T, width, BLOCK: tl.constexpr):
+def largest_bias(WINDOW, head, T, width, BLOCK: tl.constexpr):
     """Return the largest bias of a head on the grid, finite."""
     reach = WINDOW.size // 2
     height = T // width
@@ -136,7 +136,7 @@ def weights_kernel(
     tiles, head = tl.cdiv(length, BS), tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) // tiles * BT + tl.arange(0, BT)[:, None]
     s = tl.program_id(0) % tiles * BS + tl.arange(0, BS)[None, :]
-    w = tl.exp(load_bias(WINDOW, head, t, s, T, width) - find_most(WINDOW, head, T, width, BLOCK))
+    w = tl.exp(load_bias(WINDOW, head, t, s, T, width) - largest_bias(WINDOW, head, T, width, BLOCK))
     inside = (t < length) & (s < length)
     tl.store(WEIGHTS + (head * length + t) * length + s, tl.where((t < T) & (s < T), w, 0.0), mask=inside)
 
@@ -147,7 +147,7 @@ def terms_kernel(
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the terms e^k v of each channel, and e^k, of one token."""
-    t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
+    t, b, h, c, inside = program_elements(B, heads, BB, BH, BC)
     ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, T, total, C)
     place = TERMS + (h * length + t) * columns + b
     tl.store(place + c * B, ek * v, mask=inside & (c < C))
@@ -160,7 +160,7 @@ def results_kernel(
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Compute y of one token from its sums, and the denominators if DEN is given, and mark underflowed ones."""
-    t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
+    t, b, h, c, inside = program_elements(B, heads, BB, BH, BC)
     place = SUMS + (h * length + t) * columns + b
     den = tl.load(place + C * B, mask=inside, other=1.0)
     num = tl.load(place + c * B, mask=inside & (c < C), other=0.0)
@@ -176,9 +176,9 @@ def targets_kernel(
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of q and of the sums of one token, 0 where the denominator underflowed; marks those."""
-    t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
+    t, b, h, c, inside = program_elements(B, heads, BB, BH, BC)
     seen = mask_if(t < T, inside)
-    d_num, d_den, underflowed = find_slopes(
+    d_num, d_den, underflowed = gradients_of_sums(
         G, Y, DEN, Q, DQ, g_strides, y_strides, den_strides, q_strides, dq_strides, b, t, h, c, seen, C
     )
     place = SLOPES + (h * length + t) * columns + b
@@ -194,7 +194,7 @@ def sources_kernel(
     C: tl.constexpr, BB: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of k and v of one token from those of its terms."""
-    t, b, h, c, inside = find_elements(B, heads, BB, BH, BC)
+    t, b, h, c, inside = program_elements(B, heads, BB, BH, BC)
     ek, v = load_terms(K, V, MASK, PEAK, k_strides, v_strides, b, t, h, c, inside, T, total, C)
     place = SUMS + (h * length + t) * columns + b
     d_num = tl.load(place + c * B, mask=inside & (c < C), other=0.0)
@@ -203,15 +203,15 @@ def sources_kernel(
 
 
 @triton.jit
-def find_near(width, reach, BW: tl.constexpr):
+def count_near_tiles(width, reach, BW: tl.constexpr):
     """Count the adjacent tiles of sources that have all columns within reach of a tile of targets."""
     return tl.minimum(2 * tl.cdiv(reach, BW) + 1, tl.cdiv(width, BW))
 
 
 @triton.jit
-def find_columns(i, width, reach, BW: tl.constexpr):
+def tile_pair(i, width, reach, BW: tl.constexpr):
     """Return the first columns of targets and of sources of a pair of tiles: columns within reach are in one pair."""
-    tiles, near = tl.cdiv(width, BW), find_near(width, reach, BW)
+    tiles, near = tl.cdiv(width, BW), count_near_tiles(width, reach, BW)
     target = i // near
     source = tl.minimum(tl.maximum(target - tl.cdiv(reach, BW), 0), tiles - near) + i % near
     return target * BW, source * BW
@@ -228,9 +228,9 @@ def store_band(OUT, sums, line, target, source, width, reach):
 @triton.jit
 def bands_kernel(SLOPES, OUT, height, width, length, reach_y, reach_x, BW: tl.constexpr):
     """Sum the gradients (heads, targets, sources) of pairs of tokens over lines that are dy apart."""
-    pairs, head = tl.cdiv(width, BW) * find_near(width, reach_x, BW), tl.program_id(1).to(tl.int64)
+    pairs, head = tl.cdiv(width, BW) * count_near_tiles(width, reach_x, BW), tl.program_id(1).to(tl.int64)
     dy = tl.program_id(0) // pairs - reach_y
-    target, source = find_columns(tl.program_id(0) % pairs, width, reach_x, BW)
+    target, source = tile_pair(tl.program_id(0) % pairs, width, reach_x, BW)
     target, source = target + tl.arange(0, BW)[:, None], source + tl.arange(0, BW)[None, :]
     inside = (target < width) & (source < width)
     sums = tl.zeros([BW, BW], tl.float32)
@@ -259,7 +259,7 @@ def window_kernel(
             place = (line + x) * (2 * reach_x + 1) + dx[None, :] + reach_x
             found += tl.sum(tl.load(SUMS + place, mask=seen, other=0.0), 0)
             repaired += tl.sum(tl.load(REPAIRED + place, mask=seen, other=0.0), 0)
-        w = load_window(WINDOW, head, dy, dx) - find_most(WINDOW, head, T, width, BLOCK)
+        w = load_window(WINDOW, head, dy, dx) - largest_bias(WINDOW, head, T, width, BLOCK)
         found = tl.where(inside, found * tl.exp(tl.where(inside, w, 0.0)) + repaired, 0.0)
     size = WINDOW.size * WINDOW.size
     tl.store(OUT + head * size + i, found, mask=i < size)

@@ -8,8 +8,8 @@ separately, so that no digits of a large key are lost.
 import triton
 import triton.language as tl
 
-from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32, find_seen
-from aft_vision.ops.conv.kernels import find_columns, find_near, load_bias, store_band
+from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32, load_seen
+from aft_vision.ops.conv.kernels import count_near_tiles, load_bias, store_band, tile_pair
 
 FLAGS = tl.constexpr(128)
 
@@ -18,7 +18,7 @@ FLAGS = tl.constexpr(128)
 def load_tokens(X, MASK, strides, b, head, t, c, T, C):
     """Load elements (t, c) of a head of a sequence in float32, 0 at masked tokens and outside."""
     place = b * strides[0] + t[:, None] * strides[1] + (head * C + c)[None, :] * strides[2]
-    return tl.load(X + place, mask=find_seen(MASK, b, t, c, T, C), other=0.0).to(tl.float32)
+    return tl.load(X + place, mask=load_seen(MASK, b, t, c, T, C), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def load_logits(K, MASK, BIAS, strides, b, head, t, s, T, width):
 
 
 @triton.jit
-def find_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS: tl.constexpr):
+def largest_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS: tl.constexpr):
     """Return for each target key and bias of its largest term, and the sum of terms relative to it."""
     base = tl.full([t.shape[0]], MIN_FLOAT32, tl.float32)
     bias = tl.zeros([t.shape[0]], tl.float32)
@@ -75,7 +75,7 @@ def find_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS: tl.constexpr):
 
 
 @triton.jit
-def find_underflowed(DEN, sums, b, head, t, T, heads):
+def inverse_underflowed(DEN, sums, b, head, t, T, heads):
     """Return 1 / sums of underflowed targets, 0 for others and for those that see no source."""
     den = tl.load(DEN + (b * T + t) * heads + head, mask=t < T, other=1.0).to(tl.float32)
     underflowed = (den < LIMIT) & (sums > 0.0)
@@ -83,16 +83,16 @@ def find_underflowed(DEN, sums, b, head, t, T, heads):
 
 
 @triton.jit
-def find_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, T, width, heads, BS: tl.constexpr):
+def source_shares(K, MASK, BIAS, DEN, strides, b, head, t, s, T, width, heads, BS: tl.constexpr):
     """Return the shares of sources s in the means of underflowed targets t; 0 for other targets."""
-    base, bias, den = find_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS)
+    base, bias, den = largest_terms(K, MASK, BIAS, strides, b, head, t, T, width, BS)
     k, w = load_logits(K, MASK, BIAS, strides, b, head, t, s, T, width)
-    inverse = find_underflowed(DEN, den, b, head, t, T, heads)[:, None]
+    inverse = inverse_underflowed(DEN, den, b, head, t, T, heads)[:, None]
     return tl.exp((k - base[:, None]) + (w - bias[:, None])) * inverse
 
 
 @triton.jit
-def find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD: tl.constexpr, PRECISION: tl.constexpr):
+def term_gradients(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD: tl.constexpr, PRECISION: tl.constexpr):
     """Compute the gradient of the terms (t, s), relative to their sum; strides of G, Y, Q and V."""
     slopes = tl.zeros([t.shape[0], s.shape[0]], tl.float32)
     for start in range(0, C, BD):
@@ -120,7 +120,7 @@ def forward_kernel(
     for pair in range(first, tl.minimum(first + FLAGS, total)):
         if tl.load(UNDERFLOWED + pair) > 0:
             b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
-            base, bias, den = find_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
+            base, bias, den = largest_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
             inverse = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
             for start in range(0, C, BD):
                 c = start + tl.arange(0, BD)
@@ -154,8 +154,8 @@ def sources_kernel(
             dk = tl.zeros([BT], tl.float32)
             for other in range(0, T, BT):
                 t = other + tl.arange(0, BT)
-                p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, T, width, heads, BT)
-                dk += tl.sum(p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION), 0)
+                p = source_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, T, width, heads, BT)
+                dk += tl.sum(p * term_gradients(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION), 0)
             # Sum over all targets before rounding to the type of v.
             for start in range(0, C, BD):
                 c = start + tl.arange(0, BD)
@@ -164,7 +164,7 @@ def sources_kernel(
                 dv = tl.load(DV + place, mask=inside, other=0.0).to(tl.float32)
                 for other in range(0, T, BT):
                     t = other + tl.arange(0, BT)
-                    p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, T, width, heads, BT)
+                    p = source_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, T, width, heads, BT)
                     g = load_tokens(G, None, strides[0], b, head, t, c, T, C)
                     if Q is not None:
                         g = g * tl.sigmoid(load_tokens(Q, None, strides[2], b, head, t, c, T, C))
@@ -184,9 +184,9 @@ def table_kernel(
     PRECISION: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the biases between targets of a grid line and sources dy lines below, over all lines."""
-    pairs, head = tl.cdiv(width, BW) * find_near(width, reach_x, BW), tl.program_id(1).to(tl.int64)
+    pairs, head = tl.cdiv(width, BW) * count_near_tiles(width, reach_x, BW), tl.program_id(1).to(tl.int64)
     dy = tl.program_id(0) // pairs - reach_y
-    target, source = find_columns(tl.program_id(0) % pairs, width, reach_x, BW)
+    target, source = tile_pair(tl.program_id(0) % pairs, width, reach_x, BW)
     target, source = target + tl.arange(0, BW), source + tl.arange(0, BW)
     height = T // width
     sums = tl.zeros([BW, BW], tl.float32)
@@ -199,7 +199,7 @@ def table_kernel(
                     for y in range(tl.maximum(0, -dy), tl.minimum(height, height - dy)):
                         t = tl.where(target < width, y * width + target, T)
                         s = tl.where(source < width, (y + dy) * width + source, T)
-                        p = find_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, T, width, heads, BW)
-                        sums += p * find_slopes(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
+                        p = source_shares(K, MASK, BIAS, DEN, k_strides, b, head, t, s, T, width, heads, BW)
+                        sums += p * term_gradients(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD, PRECISION)
     line = head * (2 * reach_y + 1) + dy + reach_y
     store_band(OUT, sums, line, target[:, None], source[None, :], width, reach_x)

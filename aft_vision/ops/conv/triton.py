@@ -1,4 +1,4 @@
-"""AFT-conv on a GPU (AFT Eq. 6): products by the Toeplitz matrix of each head, in torch, between Triton kernels.
+"""AFT-conv on a GPU (AFT Eq. 6): products by the Toeplitz matrix of each head, in torch, between Triton functions.
 
 The terms of all sequences are columns of one product with the (T, T) weights of their head. A depthwise sum would need
 fewer products, but tensor cores compute over ten in the time of one. Few sequences with a head per channel are summed
@@ -41,7 +41,7 @@ from aft_vision.ops.conv.kernels import (
 )
 from aft_vision.ops.conv.whole_kernels import INTERPRETED_TILE, TILES, whole_results_kernel, whole_sources_kernel
 
-# The fewest channels of a head whose product is in a kernel of whole sequences.
+# The fewest channels of a head whose product is in a function of whole sequences.
 NARROWEST = 4
 # The most sequences with a head per channel that are summed directly; and in the interpreter.
 DIRECT, DIRECT_INTERPRETED = 4, 2
@@ -66,7 +66,7 @@ class Window(NamedTuple):
 
 
 class _Call:
-    """The sizes of a call, the tiles of its kernels, and the weights of its heads."""
+    """The sizes of a call, the tiles of its functions, and the weights of its heads."""
 
     def __init__(self, inputs: ConvInputs, product: torch.dtype | None = None) -> None:
         self.q, self.k, self.v = rows(inputs.q), rows(inputs.k), rows(inputs.v)
@@ -78,7 +78,7 @@ class _Call:
         self.window = Window(kernel, kernel.shape[-1], 0.0 if inputs.global_context else float('-inf'))
         # Biases of the window that are looked at together.
         self.block = min(1024, triton.next_power_of_2(kernel.shape[-1] ** 2))
-        # The length to which one kernel pads sequences, or 0: pieces of few channels are not contiguous enough.
+        # The length to which one function pads sequences, or 0: pieces of few channels are not contiguous enough.
         widest = INTERPRETED_TILE['COLUMNS'] if interprets() else TILES[0][0]['COLUMNS']
         self.whole = whole_length(self.T, self.product) if NARROWEST <= self.C < widest else 0
         self.direct = self.C == 1 and (self.B <= DIRECT_INTERPRETED if interprets() else self.B <= DIRECT)
@@ -116,11 +116,11 @@ class _Call:
             *(*tensors, self.B, self.T, D, self.grid[1], window.size), *strides(self.q, self.k, self.v, y, den)
         )
 
-    def run_whole(self, kernel: Any, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
-        """Launch a kernel over all heads of whole sequences."""
+    def run_whole(self, function: Any, tensors: tuple[Tensor | None, ...], *arguments: Any) -> None:
+        """Launch a Triton function over all heads of whole sequences."""
         columns = _columns(self.C)
         sizes = {'LENGTH': self.whole, 'C': self.C, 'BC': columns}
-        kernel[lambda tile: (triton.cdiv(self.B, tile['COLUMNS'] // columns) * self.heads,)](
+        function[lambda tile: (triton.cdiv(self.B, tile['COLUMNS'] // columns) * self.heads,)](
             *tensors, self.B, self.T, self.heads, *arguments, **sizes, **products(self.product)
         )
 
@@ -180,11 +180,11 @@ class _Part:
         each = x.shape[-1] // self.call.heads
         return x.narrow(-1, self.first * each, self.heads * each)
 
-    def run(self, kernel: Any, tensors: Sequence[Tensor | None], tokens: int, *arguments: Any) -> None:
-        """Launch a kernel over all elements of so many tokens."""
+    def run(self, function: Any, tensors: Sequence[Tensor | None], tokens: int, *arguments: Any) -> None:
+        """Launch a Triton function over all elements of so many tokens."""
         call, tile = self.call, self.call.tile
         programs = triton.cdiv(call.B, tile['BB']) * triton.cdiv(self.heads, tile['BH']) * tokens
-        kernel[(programs,)](*tensors, *arguments, **tile, num_warps=4 if interprets() else 8)
+        function[(programs,)](*tensors, *arguments, **tile, num_warps=4 if interprets() else 8)
 
     def matrix(self) -> Tensor:
         """Return a buffer (heads, length, columns) of terms, or of the gradients of sums."""

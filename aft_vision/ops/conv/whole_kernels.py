@@ -10,7 +10,7 @@ import triton.language as tl
 
 from aft_vision.ops.common.kernels import LIMIT, MIN_FLOAT32
 from aft_vision.ops.common.launch import tuned
-from aft_vision.ops.conv.kernels import find_slopes, load_sources, store_results, store_sources
+from aft_vision.ops.conv.kernels import gradients_of_sums, load_sources, store_results, store_sources
 
 # Targets or sources of a tile of weights and columns of an operand, in the interpreter, and on a GPU with the numbers
 # of warps and of stages.
@@ -19,7 +19,7 @@ TILES = ({'BT': 32, 'COLUMNS': 64}, 8, 2), ({'BT': 64, 'COLUMNS': 64}, 8, 2), ({
 
 
 @triton.jit
-def find_sequences(B, heads, BB: tl.constexpr, BC: tl.constexpr):
+def program_sequences(B, heads, BB: tl.constexpr, BC: tl.constexpr):
     """Return the head of a program, its sequences, the channels of a head, and which sequences exist."""
     head, b = tl.program_id(0) % heads, tl.program_id(0) // heads * BB + tl.arange(0, BB)
     b = b.to(tl.int64)[None, :, None]
@@ -27,7 +27,7 @@ def find_sequences(B, heads, BB: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def find_terms(K, V, MASK, k_strides, v_strides, b, s, head, c, exists, T, C: tl.constexpr):
+def load_terms(K, V, MASK, k_strides, v_strides, b, s, head, c, exists, T, C: tl.constexpr):
     """Return the largest key of each sequence, which is finite, and its terms; those of c = C are those of the key."""
     k, v = load_sources(K, V, MASK, k_strides, v_strides, b, s, head, c, exists, T, C)
     peak = tl.maximum(tl.max(k, 0), MIN_FLOAT32)[None, :, :]
@@ -56,9 +56,9 @@ def whole_results_kernel(
 ):  # fmt: skip
     """Compute y, and the denominators if DEN is given, and mark underflowed ones. Weights are (h, LENGTH, LENGTH)."""
     BB: tl.constexpr = COLUMNS // BC
-    head, b, c, exists = find_sequences(B, heads, BB, BC)
+    head, b, c, exists = program_sequences(B, heads, BB, BC)
     s = tl.arange(0, LENGTH)
-    peak, terms = find_terms(K, V, MASK, k_strides, v_strides, b, s[:, None, None], head, c, exists, T, C)
+    peak, terms = load_terms(K, V, MASK, k_strides, v_strides, b, s[:, None, None], head, c, exists, T, C)
     terms = terms.reshape(LENGTH, COLUMNS).to(PRODUCT)
     WEIGHTS += head * LENGTH * LENGTH
     for first in range(0, T, BT):
@@ -84,15 +84,15 @@ def whole_sources_kernel(
     Marks heads of sequences with underflowed targets. Weights are (h, LENGTH, LENGTH).
     """
     BB: tl.constexpr = COLUMNS // BC
-    head, b, c, exists = find_sequences(B, heads, BB, BC)
+    head, b, c, exists = program_sequences(B, heads, BB, BC)
     t = tl.arange(0, LENGTH)
     place = t[:, None, None]
-    d_num, d_den, underflowed = find_slopes(
+    d_num, d_den, underflowed = gradients_of_sums(
         *(G, Y, DEN, Q, DQ, g_strides, y_strides, den_strides, q_strides, dq_strides),
         *(b, place, head, c, exists & (place < T), C),
     )
     slopes = tl.where(c == C, d_den, d_num)
-    peak, terms = find_terms(K, V, MASK, k_strides, v_strides, b, place, head, c, exists, T, C)
+    peak, terms = load_terms(K, V, MASK, k_strides, v_strides, b, place, head, c, exists, T, C)
     tl.store(
         UNDERFLOWED + b * heads + head + 0 * place, 1, mask=exists & (place < T) & underflowed & (peak > MIN_FLOAT32)
     )

@@ -67,7 +67,7 @@ def bias_weights(kernel: Tensor, v: Tensor) -> Tensor:
     """Compute the weights of a kernel (h, s, s) for grids of any size.
 
     Returns:
-        (s * s + 1, h or more) float32, as the kernels read it: the weight of each tap relative to the largest of its
+        (s * s + 1, h or more) float32, as the forms read it: the weight of each tap relative to the largest of its
         head or to 1, and that of sources outside the window.
     """
     keep_alive: list[Tensor] = []

@@ -73,7 +73,7 @@ def underflowed_row(G, DEN, Q, K, V, MASK, BIAS, b, t, s, c, strides, T, D, BD: 
 
 
 @triton.jit
-def find_elements(T, D, BT: tl.constexpr, BD: tl.constexpr):
+def program_elements(T, D, BT: tl.constexpr, BD: tl.constexpr):
     """Return the sequence, the first token and the channels of a program."""
     t_tiles, d_tiles = tl.cdiv(T, BT), tl.cdiv(D, BD)
     program = tl.program_id(0)
@@ -118,7 +118,7 @@ def weights_kernel(BIAS, WEIGHTS, T, length, BS: tl.constexpr):
 @triton.jit
 def terms_kernel(K, V, MASK, PEAK, TERMS, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr):
     """Write the terms e^k v and e^k; strides of k and v."""
-    b, first, c = find_elements(length, D, BT, BD)
+    b, first, c = program_elements(length, D, BT, BD)
     t = first + tl.arange(0, BT)
     peak = tl.load(PEAK + b * D + c, mask=c < D, other=0.0)
     ek = tl.exp(load_keys(K, MASK, b, t, c, strides[0], strides[1], T, D) - peak[None, :])
@@ -161,14 +161,14 @@ def results_kernel(
     Q, K, V, MASK, BIAS, PEAK, SUMS, Y, DEN, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """Compute y from the sums, and the denominators if DEN is given; strides of k, v and q."""
-    b, first, c = find_elements(T, D, BT, BD)
+    b, first, c = program_elements(T, D, BT, BD)
     num, den = load_pair(SUMS, b, first + tl.arange(0, BT), c, T, length, D, 1.0)
     peak = tl.load(PEAK + b * D + c, mask=c < D, other=MIN_FLOAT32)
     store_results(num, den, peak, Q, K, V, MASK, BIAS, Y, DEN, b, first, c, T, D, strides, BT, BD)
 
 
 @triton.jit
-def find_terms(K, V, MASK, b, s, c, strides, T, D):
+def load_terms(K, V, MASK, b, s, c, strides, T, D):
     """Return the largest key of each channel, which is finite, and the terms of all sources relative to it."""
     k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
     peak = tl.maximum(tl.max(k, 0), MIN_FLOAT32)
@@ -195,9 +195,9 @@ def whole_results_kernel(
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, LENGTH: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute y, and the denominators if DEN is given; strides of k, v and q. Weights are (LENGTH, LENGTH)."""
-    b, _, c = find_elements(1, D, BT, BD)
+    b, _, c = program_elements(1, D, BT, BD)
     s = tl.arange(0, LENGTH)
-    peak, ekv, ek = find_terms(K, V, MASK, b, s, c, strides, T, D)
+    peak, ekv, ek = load_terms(K, V, MASK, b, s, c, strides, T, D)
     terms = join_pair(ekv, ek, PRODUCT)
     for first in range(0, T, BT):
         weights = tl.load(WEIGHTS + (first + tl.arange(0, BT))[:, None] * LENGTH + s[None, :])
@@ -206,7 +206,7 @@ def whole_results_kernel(
 
 
 @triton.jit
-def find_slopes(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D):
+def gradients_of_sums(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D):
     """Return the gradients of sums, 0 where the denominator underflowed, and whether any of a channel did.
 
     Writes the gradient of q, and marks those channels. Strides of k, v, the gradient and q.
@@ -252,9 +252,9 @@ def targets_kernel(
     G, Y, DEN, Q, DQ, SLOPES, UNDERFLOWED, ANY, T, D, length, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """Compute the gradients of q and of the sums; strides of k, v, the gradient and q."""
-    b, first, c = find_elements(length, D, BT, BD)
+    b, first, c = program_elements(length, D, BT, BD)
     t = first + tl.arange(0, BT)
-    d_num, d_den, _ = find_slopes(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D)
+    d_num, d_den, _ = gradients_of_sums(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D)
     store_pair(SLOPES, d_num, d_den, b, t, c, length, D)
 
 
@@ -265,7 +265,7 @@ def sources_kernel(
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of k and v from those of the terms; strides of k, v, the gradient and q."""
-    b, first, c = find_elements(T, D, BT, BD)
+    b, first, c = program_elements(T, D, BT, BD)
     s = first + tl.arange(0, BT)
     d_num, d_den = load_pair(SUMS, b, s, c, T, length, D, 0.0)
     peak = tl.load(PEAK + b * D + c, mask=c < D, other=0.0)
@@ -283,11 +283,11 @@ def whole_sources_kernel(
 
     Strides of k, v, the gradient and q. Weights are (LENGTH, LENGTH).
     """
-    b, _, c = find_elements(1, D, BT, BD)
+    b, _, c = program_elements(1, D, BT, BD)
     t = tl.arange(0, LENGTH)
-    d_num, d_den, underflowed = find_slopes(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D)
+    d_num, d_den, underflowed = gradients_of_sums(G, Y, DEN, Q, DQ, UNDERFLOWED, ANY, b, t, c, strides, T, D)
     slopes = join_pair(d_num, d_den, PRODUCT)
-    peak, ekv, ek = find_terms(K, V, MASK, b, t, c, strides, T, D)
+    peak, ekv, ek = load_terms(K, V, MASK, b, t, c, strides, T, D)
     if SLOPES is not None:
         store_pair(SLOPES, d_num, d_den, b, t, c, length, D)
         store_pair(TERMS, ekv, ek, b, t, c, length, D)
