@@ -1,8 +1,22 @@
 """State of a decoder between generated tokens, as a cache of transformers."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+
+class AttentionState(NamedTuple):
+    """State of an attention after the tokens so far; it needs no gradients.
+
+    Args:
+        queries: (B, h, 1, d + 1), the state of the global query's `prefix_softmax_mean`.
+        keys: (B, h, 1, d + 1), the state of the global key, or (B, h, P, d), the keys of all tokens.
+    """
+
+    queries: Tensor
+    keys: Tensor
 
 
 class StateLayer(CacheLayerMixin):
@@ -54,13 +68,15 @@ class FastformerCache(EncoderDecoderCache):
         # The source until the first reordering, then a number for each row: equal for equal neighbours.
         self._source: Tensor | None = None
 
-    def read(self, index: int) -> tuple[Tensor, Tensor] | None:
-        """Return the two tensors of a layer; None before the first token."""
-        return _read(self.self_attention_cache, index)
+    def read(self, index: int) -> AttentionState | None:
+        """Return the state of a layer; None before the first token."""
+        state = _read(self.self_attention_cache, index)
+        return None if state is None else AttentionState(*state)
 
-    def write(self, index: int, keys: Tensor, values: Tensor, tokens: int) -> None:
-        """Replace the two tensors of a layer, which include this many additional tokens."""
-        self.self_attention_cache.update(keys, values, index, tokens)
+    def write(self, index: int, state: AttentionState | None, tokens: int) -> None:
+        """Replace the state of a layer, if it has one, by that after this many more tokens."""
+        if state is not None:
+            self.self_attention_cache.update(*state, index, tokens)
 
     def read_source(self, index: int) -> tuple[Tensor, Tensor] | None:
         """Return keys and values of the source; None before the first token."""

@@ -3,29 +3,16 @@
 Shapes: B batch, N new tokens, P tokens before them, S source tokens, C hidden size, h heads, d = C / h.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
 from .additive import FastformerAttention, accumulate_dtype, can_read_weights
+from .cache import AttentionState
 from .config import FastformerConfig
 from .interaction import Multiply
 from .prefix import prefix_softmax_mean
-
-
-class AttentionState(NamedTuple):
-    """State after the tokens so far; it needs no gradients.
-
-    Args:
-        queries: (B, h, 1, d + 1), the state of the global query's `prefix_softmax_mean`.
-        keys: (B, h, 1, d + 1), the state of the global key, or (B, h, P, d), the keys of all tokens.
-    """
-
-    queries: Tensor
-    keys: Tensor
 
 
 class PrefixAttention(FastformerAttention):

@@ -1,6 +1,5 @@
 """The decoder: layers that mix the target's tokens, read the source, and predict the next token from both."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -141,11 +140,15 @@ class FastformerDecoder(nn.Module):
         for i in range(self.depth):
             index = i % count
             source = (encoder_hidden_states, None, None) if projected[index] is None else (None, *projected[index])
-            x, *pair, state, cross_state = self.layers[index](x, *source, source_mask, mask, *self._read(cache, i))
-            self._write(cache, i, (state, cross_state), inputs_embeds.shape[1])
-            if projected[index] is None and cache is not None and encoder_hidden_states is not None:
-                cache.write_source(index, encoder_hidden_states, *pair)
-            projected[index] = pair
+            # The states of the layer's two attentions.
+            earlier = [None if cache is None else cache.read(j) for j in (i, self.depth + i)]
+            x, keys, values, *updated = self.layers[index](x, *source, source_mask, mask, *earlier)
+            if cache is not None:
+                for j, state in zip((i, self.depth + i), updated, strict=True):
+                    cache.write(j, state, inputs_embeds.shape[1])
+                if projected[index] is None and encoder_hidden_states is not None:
+                    cache.write_source(index, encoder_hidden_states, keys, values)
+            projected[index] = (keys, values)
             if output_hidden_states:
                 states.append(x)
         return BaseModelOutputWithPastAndCrossAttentions(
@@ -153,13 +156,3 @@ class FastformerDecoder(nn.Module):
             cache=cache,
             hidden_states=tuple(states) if output_hidden_states else None,
         )
-
-    def _read(self, cache: FastformerCache | None, index: int) -> list[AttentionState | None]:
-        """Return the states of a layer's two attentions."""
-        kept = [None, None] if cache is None else [cache.read(index), cache.read(self.depth + index)]
-        return [None if pair is None else AttentionState(*pair) for pair in kept]
-
-    def _write(self, cache: FastformerCache | None, index: int, states: Sequence[Any], tokens: int) -> None:
-        for layer, state in zip((index, self.depth + index), states, strict=True):
-            if cache is not None and state is not None:
-                cache.write(layer, state.queries, state.keys, tokens)
