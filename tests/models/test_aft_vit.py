@@ -382,8 +382,9 @@ def test_a_compiled_fused_model_follows_its_parameters():
     with torch.no_grad():
         stale = compiled(x)
         model.blocks[0].attn.position_bias.u.mul_(100)
-        assert torch.equal(compiled(x), model(x))
-        assert not torch.equal(compiled(x), stale)
+        # The graph takes torch's convolution for patches, and the fused layer that of oneDNN.
+        assert_close(compiled(x), model(x), 1e-5)
+        assert not torch.allclose(compiled(x), stale, rtol=1e-2)
 
 
 @pytest.mark.parametrize('name', FAMILIES)
