@@ -9,11 +9,15 @@ import importlib
 import os
 from collections.abc import Generator, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from torch import nn
 
+from aft_vision.export import export_hub_folder
 from aft_vision.ops import linear, operator
 
 # As it is imported, FFCV compiles for five seconds what its own loader alone uses, which computes the same without it.
@@ -60,3 +64,13 @@ def one_table_of_onnx() -> Iterator[None]:
 
         patch.setattr(torch.onnx, 'export', export)
         yield
+
+
+@pytest.fixture(scope='session')
+def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A model of two named classes, and its folder with code, which no test changes."""
+    kwargs = dict(depth=1, embed_dim=16, patch_size=8, num_heads=4, kernel_size=3, num_classes=2)
+    model, folder = timm.create_model('aft_conv_tiny', **kwargs).eval(), tmp_path_factory.mktemp('hub')
+    model.pretrained_cfg.update(label_names=['boot', 'hat'], input_size=(3, 32, 32), crop_pct=0.5)
+    assert list(export_hub_folder(model, folder, parts=['code'])) == ['model.pt2']
+    return model, folder

@@ -56,14 +56,6 @@ def make_aft(size: tuple[int, int] = (16, 24), **kwargs: Any) -> torch.nn.Module
     return model.eval()
 
 
-@pytest.fixture(scope='module')
-def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
-    """A model, and its folder with code."""
-    model, folder = make_aft((32, 32)), tmp_path_factory.mktemp('hub')
-    assert list(export_hub_folder(model, folder, parts=['code'])) == ['model.pt2']
-    return model, folder
-
-
 def test_a_hub_folder_opens_in_timm_and_in_transformers(hub):
     transformers = pytest.importorskip('transformers')
     (model, folder), images = hub, torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -122,38 +122,32 @@ def test_what_is_resampled_bicubically_is_a_constant_as_openvino_ignores_antiali
     assert_equal(model, onnx_runner(path), 3, (32, 48))
 
 
-# A program of the operators, and in aten a model whose biases sum over the axes; others in aten become ONNX files.
-EXPORTED: dict[str, dict[str, Any]] = {'operators': {}, 'aten-axial': {'name': 'aft_axial_tiny', 'window_size': 3}}
-
-
+# Those in aten operations of any size become ONNX files.
 @pytest.fixture(scope='module')
-def pt2_files(tmp_path_factory) -> dict[str, tuple[Path, list[Check]]]:
-    files = {}
-    for name, kwargs in EXPORTED.items():
-        model, path = make(**kwargs), tmp_path_factory.mktemp('exported') / f'{name}.pt2'
-        files[name] = path, export_pt2(model, path, choose_shape(model, (24, 24)), aten=name.startswith('aten'))
-    return files
+def pt2_file(tmp_path_factory) -> tuple[Path, list[Check]]:
+    model, path = make(), tmp_path_factory.mktemp('exported') / 'operators.pt2'
+    return path, export_pt2(model, path, choose_shape(model, (24, 24)))
 
 
-@pytest.mark.parametrize('name', EXPORTED)
-def test_one_pt2_file_serves_every_size_and_batch(pt2_files, name):
-    program = torch.export.load(pt2_files[name][0])
-    found = {str(node.target).partition('.')[0] for node in program.graph.nodes if node.op == 'call_function'}
-    assert ('aft_vision' in found) is (name == 'operators')
+def libraries(program: torch.export.ExportedProgram) -> set[str]:
+    return {str(node.target).partition('.')[0] for node in program.graph.nodes if node.op == 'call_function'}
+
+
+def test_one_pt2_file_serves_every_size_and_batch(pt2_file):
+    program = torch.export.load(pt2_file[0])
+    assert 'aft_vision' in libraries(program)
     run = program.module()
     for batch, size in zip((1, 3, 2), SIZES, strict=True):
-        assert_equal(make(**EXPORTED[name]), run, batch, size)
+        assert_equal(make(), run, batch, size)
 
 
-def test_a_pt2_file_of_any_size_is_verified_at_two_patch_rows_at_least(pt2_files):
-    assert [check.size for check in pt2_files['operators'][1]] == [(24, 24), (16, 32), (56, 48)]
+def test_a_pt2_file_of_any_size_is_verified_at_two_patch_rows_at_least(pt2_file):
+    assert [check.size for check in pt2_file[1]] == [(24, 24), (16, 32), (56, 48)]
 
 
-@pytest.mark.parametrize('name', ['aft_conv_tiny', 'deit_tiny_patch16_224'])
-def test_a_program_of_fixed_size_takes_any_batch_and_has_no_alias_which_core_ml_does_not_know(tmp_path, name):
-    kwargs = {'num_heads': 2} if name.startswith('deit') else {'exportable': True}
-    model, path = make(name, **kwargs), tmp_path / 'model.pt2'
-    checks = export_pt2(model, path, choose_shape(model, fixed_size=name == 'aft_conv_tiny'))
+def test_a_program_of_fixed_size_takes_any_batch_and_has_no_alias_which_core_ml_does_not_know(tmp_path):
+    model, path = make(depth=2, attention_blocks=[1], exportable=True), tmp_path / 'model.pt2'
+    checks = export_pt2(model, path, choose_shape(model, fixed_size=True))
     assert [(check.batch, check.size) for check in checks] == [(1, (32, 32)), (3, (32, 32))]
     loaded = torch.export.load(path)
     assert_equal(model, loaded.module(), 4, (32, 32))
@@ -237,12 +231,6 @@ def test_a_program_of_any_size_from_a_grid_of_one_token_a_side_is_rejected(tmp_p
         export_pt2(model, tmp_path / 'model.pt2', choose_shape(model, size))
 
 
-def test_a_model_of_half_precision_becomes_a_program_in_single(tmp_path):
-    model, path = make().bfloat16(), tmp_path / 'model.pt2'
-    export_pt2(model, path, InputShape((32, 32), True), aten=True)
-    assert_equal(model.float(), torch.export.load(path).module(), 2, (32, 32))
-
-
 # In the newest operator set.
 def test_an_onnx_file_of_resampled_biases_takes_any_size_and_one_row_or_column_of_patches(tmp_path):
     onnx = pytest.importorskip('onnx')
@@ -257,11 +245,13 @@ def test_an_onnx_file_of_resampled_biases_takes_any_size_and_one_row_or_column_o
     assert opsets[''] == program.NEWEST_OPSET
 
 
-def test_a_padding_model_is_exported_at_its_size_or_for_all_of_whole_patches(tmp_path):
-    model = make(dynamic_img_pad=True)
+def test_a_padding_model_of_half_precision_is_exported_in_single_at_its_size_or_for_all_of_whole_patches(tmp_path):
+    model = make(dynamic_img_pad=True).bfloat16()
     shape = choose_shape(model, (30, 41), fixed_size=True)
     export_pt2(model, tmp_path / 'model.pt2', shape, aten=True)
-    assert_equal(model, torch.export.load(tmp_path / 'model.pt2').module(), 2, (30, 41))
+    loaded = torch.export.load(tmp_path / 'model.pt2')
+    assert 'aft_vision' not in libraries(loaded)
+    assert_equal(model.float(), loaded.module(), 2, (30, 41))
     with pytest.raises(ValueError, match=r'multiples of the patch size .*, got \(30, 41\)'):
         choose_shape(model, (30, 41))
 
@@ -314,12 +304,11 @@ def local_paths() -> list[bytes]:
     return [str(folder).encode() for folder in folders]
 
 
-@pytest.mark.parametrize('name', EXPORTED)
-def test_a_pt2_file_holds_no_paths_of_this_machine(pt2_files, name):
-    path, _ = pt2_files[name]
+def test_a_pt2_file_holds_no_paths_of_this_machine(pt2_file):
+    path, _ = pt2_file
     with zipfile.ZipFile(path) as file:
         entries = {entry: file.read(entry) for entry in file.namelist()}
-    assert {entry.split('/')[0] for entry in entries} == {name}
+    assert {entry.split('/')[0] for entry in entries} == {'operators'}
     assert not [(entry, own) for entry, content in entries.items() for own in local_paths() if own in content]
     assert str(path.parent).encode() not in b''.join(entries.values())
 
