@@ -182,56 +182,6 @@ def test_a_data_set_of_hugging_face_is_read(tmp_path, monkeypatch):
     assert len(create_loaders(source, (16, 16), 2, num_workers=0).train) == 3
 
 
-@pytest.fixture
-def shards(tmp_path: Path) -> str:
-    """WebDataset shards with the info file that timm reads, six images of three classes in each split."""
-    wds = pytest.importorskip('webdataset')
-    for split in ('train', 'validation'):
-        with wds.ShardWriter(str(tmp_path / f'{split}-%04d.tar'), maxcount=3, verbose=0) as writer:
-            for i in range(6):
-                writer.write(
-                    {'__key__': f'{i:04}', 'png': Image.new('RGB', (20, 20), (20 * (i % 3),) * 3), 'cls': i % 3}
-                )
-    lengths = ', '.join(f'"{{0}}-{i:04}.tar"' for i in range(2))
-    splits = ', '.join(
-        f'"{name}": {{"name": "{name}", "num_samples": 6, "filenames": [{lengths.format(name)}], '
-        '"shard_lengths": [3, 3]}'
-        for name in ('train', 'validation')
-    )
-    (tmp_path / '_info.json').write_text(f'{{"splits": {{{splits}}}}}')
-    return str(tmp_path)
-
-
-def test_webdataset_shards_are_read(shards):
-    source = Source(name='wds/', dir=shards, num_classes=3)
-    values, targets, names = evaluate(source)
-    assert names == ['0', '1', '2']
-    assert sorted(targets.tolist()) == [0, 0, 1, 1, 2, 2]
-    torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
-    loaders = create_loaders(source, (16, 16), 3, augment=Augmentation(repeats=1), num_workers=2)
-    loaders.set_epoch(1)
-    assert sorted(torch.cat([targets for _, targets in loaders.train]).tolist()) == [0, 0, 1, 1, 2, 2]
-
-
-def test_a_stream_without_the_number_of_its_classes_asks_for_it(shards):
-    with pytest.raises(ValueError, match=r'expected the number of classes .*, because wds/'):
-        create_eval_loader(Source(name='wds/', dir=shards), (16, 16), 2, num_workers=0)
-
-
-@pytest.mark.parametrize('num_workers', [0, 1])
-def test_a_label_beyond_the_number_of_classes_of_a_stream_is_named(shards, num_workers):
-    source = Source(name='wds/', dir=shards, num_classes=2)
-    loaders = create_loaders(source, (16, 16), 3, augment=Augmentation(repeats=1), num_workers=num_workers)
-    for loader in (loaders.train, loaders.validation):
-        with pytest.raises(ValueError, match=r'labels from 0 to 1 in wds/, as data\.num_classes or .* says, got 2$'):
-            list(loader)
-
-
-def test_a_stream_repeats_no_image(shards):
-    with pytest.raises(ValueError, match=r'augment\.repeats must be 1 for a streamed data set, got 3'):
-        create_loaders(Source(name='wds/', dir=shards, num_classes=3), (16, 16), 2, num_workers=0)
-
-
 def damage(path: Path, kind: str) -> None:
     """Replace an image by a damaged one."""
     pixels = np.random.default_rng(0).integers(0, 255, (40, 40, 3), dtype=np.uint8)
@@ -423,8 +373,7 @@ def test_a_member_of_a_tar_that_holds_no_whole_file_is_named(tmp_path, kind, sai
         open_train_split(Source(dir=str(tar)))
 
 
-@pytest.mark.parametrize('mode', ['w:gz', 'w:bz2', 'w:xz'])
-@pytest.mark.parametrize('images', [1, 100])
+@pytest.mark.parametrize(('images', 'mode'), [(1, 'w:gz'), (1, 'w:bz2'), (1, 'w:xz'), (100, 'w:gz')])
 def test_a_compressed_tar_is_named(tmp_path, mode, images):
     with tarfile.open(tmp_path / 'all.tar', mode) as file:
         file.add(make_folder(tmp_path / 'images', CLASSES, images=images), arcname='.')
@@ -459,14 +408,6 @@ def test_classes_that_differ_in_case_alone_are_rejected(tmp_path, as_tar):
     path = make_tar(tmp_path / 'all.tar', folder) if as_tar else folder
     with pytest.raises(ValueError, match=r'that differ in more than case, got (Ab and aB|aB and Ab)'):
         open_train_split(Source(dir=str(path)))
-
-
-def test_a_tar_is_read_by_several_processes(tmp_path):
-    tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', CLASSES, images=9))
-    loader, _ = create_eval_loader(tar, PLAIN, 4, num_workers=2)
-    images, targets = (torch.cat(parts) for parts in zip(*loader, strict=True))
-    torch.testing.assert_close(images.mean(dim=(1, 2, 3)) * 255 / 20, targets.float(), rtol=0, atol=0.05)
-    assert len(targets) == 27
 
 
 @pytest.mark.parametrize('content', [b'', b'not a tar file at all' * 100])
@@ -660,11 +601,6 @@ def test_a_share_that_cannot_be_held_apart_is_rejected(tmp_path, options, messag
     make_folder(tmp_path, {'.': ['a', 'b']})
     with pytest.raises(ValueError, match=message):
         create_loaders(Source(dir=str(tmp_path), **options), (16, 16), 1, num_workers=0)
-
-
-def test_a_share_of_a_stream_is_rejected(shards):
-    with pytest.raises(ValueError, match='expected no share to hold out of wds/'):
-        open_eval_split(Source(name='wds/', dir=shards, num_classes=3, val_share=0.5))
 
 
 def damaged_link(folder: Path) -> Path:

@@ -266,7 +266,7 @@ def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
     # Loaders of earlier tests may still be in use.
     others = set(multiprocessing.active_children())
     loaders = create_loaders(clothing, (32, 32), 50, augment=CROP, evaluation=PLAIN, num_workers=1)
-    for _ in range(3):
+    for _ in range(2):
         loaders.set_epoch(0)
         for batch in loaders.train:
             assert_same_batches([batch], expected[:1])

@@ -10,7 +10,15 @@ import torch
 from helpers import NO_AUGMENTATION
 from stream_files import encode, numbered, write_shards
 
-from aft_vision.data import CorruptImageError, Preprocessing, Shard, Source, create_eval_loader, create_loaders
+from aft_vision.data import (
+    Augmentation,
+    CorruptImageError,
+    Preprocessing,
+    Shard,
+    Source,
+    create_eval_loader,
+    create_loaders,
+)
 
 pytest.importorskip('webdataset')
 PLAIN = Preprocessing((16, 16), crop_pct=1.0, mean=(0, 0, 0), std=(1, 1, 1))
@@ -97,6 +105,29 @@ def test_an_incomplete_sample_is_an_error_that_names_it(tmp_path, members, messa
     source = write_shards(tmp_path, [numbered(0, 2), members], shard_lengths=[2, 1], num_samples=3)
     with pytest.raises(ValueError, match=message):
         evaluate(replace(source, on_corrupt_image=on_corrupt_image))
+
+
+def test_a_stream_has_numbers_for_class_names_and_asks_for_how_many(tmp_path):
+    source = write_shards(tmp_path, [numbered(0, 4)])
+    assert create_eval_loader(source, PLAIN, 4, num_workers=0)[1] == ['0', '1']
+    with pytest.raises(ValueError, match=r'expected the number of classes .*, because wds/'):
+        evaluate(replace(source, num_classes=None))
+
+
+@pytest.mark.parametrize('num_workers', [0, 1])
+def test_a_label_beyond_the_number_of_classes_of_a_stream_is_named(tmp_path, num_workers):
+    source = write_shards(tmp_path, [numbered(0, 4)], num_classes=1)
+    for use in (train, evaluate):
+        with pytest.raises(ValueError, match=r'labels from 0 to 0 in wds/, as data\.num_classes or .* says, got 1$'):
+            use(source, num_workers=num_workers)
+
+
+def test_a_stream_repeats_no_image_and_is_not_shared(tmp_path):
+    source = write_shards(tmp_path, [numbered(0, 4)])
+    with pytest.raises(ValueError, match=r'augment\.repeats must be 1 for a streamed data set, got 3'):
+        train(source, augment=Augmentation(repeats=3))
+    with pytest.raises(ValueError, match='expected no share to hold out of wds/'):
+        evaluate(replace(source, val_share=0.5))
 
 
 def damage(source: Source, kind: str) -> None:
