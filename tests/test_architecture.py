@@ -9,6 +9,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -142,13 +143,16 @@ def is_allowed(module: str, found: Import) -> bool:
     return within(found.target, FREE) or (found.lazy and not within(found.target, OURS + HEAVY))
 
 
-def read_modules(root: Path) -> Iterator[tuple[str, Path, list[Import]]]:
+@cache
+def read_modules(root: Path) -> list[tuple[str, Path, list[Import]]]:
     """The name, the file and the imports of each module under root/{aft_vision,train,tools}."""
+    found = []
     for path in sorted(path for folder in OURS[:3] for path in (root / folder).rglob('*.py')):
         parts = list(path.relative_to(root).with_suffix('').parts)
         package = parts[:-1]
         module = '.'.join(package if parts[-1] == '__init__' else parts)
-        yield module, path, list(find_imports(ast.parse(path.read_text(encoding='utf-8')), package))
+        found.append((module, path, list(find_imports(ast.parse(path.read_text(encoding='utf-8')), package))))
+    return found
 
 
 def violations(root: Path) -> list[str]:
@@ -210,36 +214,23 @@ def test_every_part_of_the_tree_has_a_rule_of_its_own():
     ('file', 'source'),
     [
         ('aft_vision/ops/aft.py', 'import timm'),
-        ('aft_vision/ops/aft.py', 'import einops'),
         ('aft_vision/ops/aft.py', 'import triton'),
-        ('aft_vision/ops/aft.py', 'from aft_vision.layers import mixers'),
         ('aft_vision/ops/aft.py', 'from . import reference'),
         ('aft_vision/ops/operator.py', 'from aft_vision.ops.full.triton import full_forward'),
         ('aft_vision/ops/__init__.py', 'from ..models import aft_vit'),
-        ('aft_vision/layers/block.py', 'import timm'),
         ('aft_vision/layers/block.py', 'from timm.models import register_model'),
         ('aft_vision/layers/block.py', 'def f():\n    from aft_vision.models import aft_vit'),
         ('aft_vision/models/aft_vit.py', 'from aft_vision.data import photos'),
-        ('aft_vision/models/aft_vit.py', 'import transformers'),
-        ('aft_vision/data/photos.py', 'from timm.models import create_model'),
-        ('aft_vision/data/photos.py', 'import ffcv'),
         ('aft_vision/data/photos.py', 'def f():\n    import ffcv'),
         ('aft_vision/data/photos.py', "import importlib\nimportlib.import_module('ffcv')"),
-        ('aft_vision/data/ffcv/loader.py', 'from aft_vision import ops'),
-        ('aft_vision/evaluate.py', 'from train import engine'),
         ('aft_vision/evaluate.py', 'import matplotlib.pyplot as plt'),
         ('aft_vision/visualize.py', 'class A:\n    import matplotlib'),
         ('aft_vision/visualize.py', 'try:\n    import matplotlib\nexcept ImportError:\n    pass'),
-        ('aft_vision/fastformer/modeling.py', 'from aft_vision import layers'),
         ('aft_vision/models/char.py', 'from aft_vision.fastformer import modeling'),
-        ('aft_vision/__init__.py', 'from aft_vision import evaluate'),
         ('aft_vision/evaluate.py', 'import pandas'),
         ('train/engine.py', 'def f():\n    import tools.report'),
         ('train/engine.py', 'from tests import helpers'),
-        ('train/engine.py', 'import matplotlib'),
         ('tools/report.py', 'from train.engine import fit'),
-        ('tools/report.py', 'from aft_vision.ops import reference'),
-        ('tools/report.py', 'import omegaconf'),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, file, source):
@@ -258,17 +249,12 @@ def test_a_planted_cycle_is_found(tmp_path, back):
 @pytest.mark.parametrize(
     ('file', 'source'),
     [
-        ('aft_vision/__init__.py', 'from aft_vision.models import aft_vit'),
         ('aft_vision/ops/aft.py', 'import math\nimport torch\nfrom aft_vision.ops import operator'),
         ('aft_vision/ops/operator.py', 'def f():\n    import triton\n    from .conv import triton as conv'),
         ('aft_vision/ops/reference.py', 'import einops'),
         ('aft_vision/ops/conv/triton.py', 'import triton.language as tl'),
         ('aft_vision/layers/block.py', 'from timm.layers import Mlp\nfrom aft_vision import ops'),
-        ('aft_vision/models/aft_vit.py', 'import timm\nfrom timm.models import register_model'),
-        ('aft_vision/data/ffcv/loader.py', 'import ffcv'),
         ('aft_vision/visualize.py', 'def f():\n    import matplotlib.pyplot as plt'),
-        ('aft_vision/fastformer/modeling.py', 'import transformers\nfrom . import configuration'),
-        ('train/engine.py', 'import omegaconf\nimport timm\nfrom aft_vision import evaluate'),
         ('tools/report.py', 'import matplotlib\nfrom aft_vision import ops'),
         ('tools/export.py', 'def main():\n    import onnxruntime'),
     ],

@@ -18,7 +18,6 @@ EQUATION = re.compile(r'AFT Eq\. (\d+)')
 DOTTED_NAME = re.compile(r'`((?:\w+\.)+\w+)`')
 
 EQUATIONS = (2, 4, 5, 6, 7, 8, 9, 10)
-EQUATIONS_WITH_TWIN = (2, 4, 5, 6, 7, 8, 9, 10)
 
 
 @cache
@@ -41,8 +40,10 @@ def functions_by_equation() -> dict[int, set[str]]:
 @cache
 def reference_names_used(path: Path) -> set[str]:
     """Names that a test file takes from the reference: reference.NAME, an import, or getattr(reference, ...)."""
-    tree = ast.parse(path.read_text(encoding='utf-8'))
-    used: set[str] = set()
+    text = path.read_text(encoding='utf-8')
+    if 'reference' not in text:
+        return set()
+    tree, used = ast.parse(text), set[str]()
     by_name = False
     for node in ast.walk(tree):
         match node:
@@ -88,14 +89,9 @@ def resolve(dotted: str) -> object:
 
 
 @pytest.mark.parametrize('equation', EQUATIONS)
-def test_a_function_of_ops_carries_the_equation(equation):
-    assert functions_by_equation()[equation], f'no docstring under aft_vision/ops begins with AFT Eq. {equation}'
-
-
-@pytest.mark.parametrize('equation', EQUATIONS_WITH_TWIN)
 def test_a_function_of_the_equation_has_a_twin_that_carries_it_too(equation):
     twins = {name for name, numbers in functions_of(OPS / 'reference.py').items() if equation in numbers}
-    assert functions_by_equation()[equation] & twins
+    assert functions_by_equation()[equation] & twins, f'AFT Eq. {equation} begins no two docstrings of one name'
 
 
 @pytest.mark.parametrize('name', OPERATIONS)
@@ -113,7 +109,7 @@ def test_a_reference_function_is_used_by_a_test(name):
 
 
 @pytest.mark.parametrize('equation', EQUATIONS)
-def test_the_index_of_equationses_the_functions_that_carry_the_equation(equation):
+def test_the_index_of_equations_has_the_functions_that_carry_the_equation(equation):
     listed = {name.rpartition('.')[2] for name in index_of_equations().get(equation, ())}
     in_ops = {name for name in listed if hasattr(ops, name)}
     assert in_ops == {name for name in functions_by_equation()[equation] if hasattr(ops, name)}
@@ -123,8 +119,3 @@ def test_every_name_in_the_index_of_equations_exists():
     for names in index_of_equations().values():
         for name in names:
             resolve(name)
-
-
-def test_a_missing_name_in_the_index_is_noticed():
-    with pytest.raises(ImportError):
-        resolve('ops.aft_fool')

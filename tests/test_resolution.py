@@ -86,12 +86,14 @@ def test_one_view_is_the_prediction_itself():
 
 
 @torch.no_grad()
-def test_a_model_in_bfloat16_takes_images_of_other_sizes():
+def test_a_model_in_bfloat16_takes_images_of_other_sizes_and_is_averaged_in_float32():
     model, images = make_model(FLEXIBLE[0], **FLEXIBLE[1]), randn(2, 3, 48, 48)
     expected = AveragedPrediction(model, [32, 48])(images)
     found = AveragedPrediction(model.bfloat16(), [32, 48])(images.bfloat16())
     assert found.dtype == torch.float32
     assert_close(found.double(), expected, 3e-2)
+    # In bfloat16 the sum would be off by 4e-3.
+    assert_close(found.exp().sum(-1), torch.ones(2), 1e-6)
 
 
 def test_a_size_of_no_pixels_is_rejected():
@@ -102,13 +104,6 @@ def test_a_size_of_no_pixels_is_rejected():
 def test_one_number_is_no_list_of_sizes():
     with pytest.raises(ValueError, match=r'several sizes, such as \[64\], got 64'):
         AveragedPrediction(make_model(FLEXIBLE[0], **FLEXIBLE[1]), 64)
-
-
-@torch.no_grad()
-def test_a_flipped_average_is_the_same_for_the_mirror_image():
-    averaged, images = AveragedPrediction(make_model(FLEXIBLE[0], **FLEXIBLE[1]), flip=True), randn(2, 3, 32, 48)
-    assert_close(averaged(images.flip(-1)), averaged(images), 1e-12)
-    assert (averaged(images) - averaged.models[0](images).log_softmax(-1)).norm() > 1e-3
 
 
 def test_a_model_that_takes_any_size_is_shared():
@@ -124,13 +119,6 @@ def test_log_probabilities_are_evaluated_as_logits():
     got, expected = evaluate(AveragedPrediction(model, [32]), loader), evaluate(model, loader)
     assert got['top1'] == expected['top1']
     assert got['loss'] == pytest.approx(expected['loss'], rel=1e-6)
-
-
-def test_half_precision_logits_are_averaged_in_float32():
-    model = make_model(FLEXIBLE[0], **FLEXIBLE[1]).to(torch.bfloat16)
-    predictions = AveragedPrediction(model, flip=True)(randn(2, 3, 32, 32, dtype=torch.bfloat16))
-    assert predictions.dtype == torch.float32
-    assert_close(predictions.exp().sum(-1), torch.ones(2), 1e-6)
 
 
 @pytest.mark.parametrize(('name', 'kwargs'), [FLEXIBLE, *FIXED])

@@ -709,7 +709,6 @@ def test_a_block_is_two_residual_branches():
 
 
 REJECTED = [
-    (ValueError, lambda: AFTAxial(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),
     (ValueError, lambda: AFTAxial(8, window_size=0), 'window_size must be at least 1, got 0'),
     (ValueError, lambda: AFTAxial(8, window_size=(4, 4, 4)), r'one number, or \(rows, columns\), got \(4, 4, 4\)'),
     (ValueError, lambda: create_mixer('local', 8, num_tokens=4, window_size=(2, 2)), 'must be one number'),
@@ -726,7 +725,6 @@ REJECTED = [
         lambda: AFTFull(8, num_tokens=12, grid=GRID)(randn(1, 12, 8).float(), (5, 6)),
         r'bias must have shape \(12, 12\)',
     ),
-    (ValueError, lambda: AFTOnehot(8, num_heads=3), 'num_heads must divide dim = 8, got 3'),
     (ValueError, lambda: AFTOnehot(8, kernel_size=4), 'kernel_size must be odd and positive, got 4'),
     (ValueError, lambda: AFTOnehot(8)(randn(1, 12, 8).float()), r'AFTOnehot needs the token grid \(H, W\)'),
     (TypeError, lambda: create_mixer('onehot', 8, gumbel=True), 'gumbel'),

@@ -22,38 +22,6 @@ from aft_vision.models import (
 )
 from aft_vision.models.decoders import DECODERS
 
-# Every row of Tables 2 to 6 that is ours or the plain Transformer, with the arguments that make it.
-PAPER_ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    'Table 2, Transformer 12': ('transformer_pixel', dict(depth=12, dim=512, num_heads=4)),
-    'Table 2, Transformer 24': ('transformer_pixel', {}),
-    'Table 2, AFT-local-256 12': ('aft_local_pixel', dict(depth=12, dim=512)),
-    'Table 2, AFT-local-256 24': ('aft_local_pixel', {}),
-    'Table 2, AFT-simple 24': ('aft_simple_pixel', {}),
-    'Table 3, not factorised': ('aft_local_pixel', dict(factorize_bias=False)),
-    'Table 3, exact count': ('aft_local_pixel', dict(out_proj=False, qkv_bias=False)),
-    'Table 4, Transformer 12': ('transformer_char', dict(depth=12, dim=512, num_heads=8)),
-    'Table 4, Transformer 24': ('transformer_char', {}),
-    'Table 4, AFT-local-32 12': ('aft_local_char', dict(depth=12, dim=512)),
-    'Table 4, AFT-local-32 24': ('aft_local_char', {}),
-    'Table 4, AFT-simple 24': ('aft_simple_char', {}),
-    'Table 5, 0': ('aft_simple_char', {}),
-    **{f'Table 5, {2**i}': ('aft_local_char', dict(window=2**i)) for i in range(11)},
-    **{f'Table 6, {context}': ('aft_local_char', dict(context=context)) for context in (1024, 2048, 4096)},
-}
-
-
-@pytest.mark.parametrize('row', PAPER_ROWS)
-def test_every_row_of_the_paper_can_be_built(row: str):
-    name, kwargs = PAPER_ROWS[row]
-    # A twelfth of the blocks, for time; all are alike.
-    depth = kwargs.get('depth', 24) // 12
-    model = create_decoder(name, **(kwargs | dict(depth=depth)), device='meta')
-    tokens = torch.zeros(1, model.context, dtype=torch.int64, device='meta')
-    assert model(tokens).shape == (1, model.context, 256)
-    assert len(model.blocks) == depth
-    assert model.pos_embed.shape == (model.context, kwargs.get('dim', 256))
-    assert model.context == (3072 if model.task == 'pixel' else kwargs.get('context', 1024))
-
 
 def test_the_parameters_of_the_main_row_are_counted_exactly():
     # L = 24, d = 256, d' = 64: projections and MLP with their biases, two norms, the factors; then embeddings and head.
