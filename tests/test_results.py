@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 import yaml
-from helpers import load_script, make_folder
+from helpers import draw_coarsely, load_script, make_folder
 
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.weight_files import check_checksum
@@ -59,7 +59,8 @@ def make_run(folder: Path, data: Path, epochs: int = 1) -> Path:
     return folder
 
 
-def test_the_pages_and_pictures_are_made_of_the_kept_data(tmp_path):
+def test_the_pages_and_pictures_are_made_of_the_kept_data(tmp_path, monkeypatch):
+    draw_coarsely(monkeypatch)
     results = tmp_path / 'docs' / 'results'
     shutil.copytree(RESULTS, results, ignore=shutil.ignore_patterns('data'))
     (results / 'data').symlink_to(RESULTS / 'data')

@@ -22,7 +22,7 @@ from aft_vision.data import (
     create_eval_loader,
     create_loaders,
 )
-from aft_vision.data.datasets import find_split, open_eval_split, open_train_split, with_evaluation_images
+from aft_vision.data.datasets import open_eval_split, open_train_split, with_evaluation_images
 
 PLAIN = Preprocessing((16, 16), crop_pct=1.0, mean=(0, 0, 0), std=(1, 1, 1))
 
@@ -102,12 +102,6 @@ def test_a_split_in_two_forms_is_named(tmp_path, caplog):
     make_tar(tmp_path / 'val.tar', folder / 'val')
     assert open_eval_split(Source(dir=str(folder))).class_names == ['a']
     assert 'val is read, and not val.tar next to it' in caplog.text
-
-
-@pytest.mark.parametrize('name', ['val', 'validation', 'test'])
-def test_each_name_of_the_evaluation_split_is_found(tmp_path, name):
-    make_folder(tmp_path, {'train': ['a'], name: ['a']})
-    assert find_split(tmp_path) == tmp_path / name
 
 
 def cifar10(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -699,13 +693,6 @@ def test_one_class_is_a_warning(tmp_path, caplog):
     loaders = create_loaders(tmp_path, (16, 16), 1, augment=Augmentation(repeats=1), num_workers=0)
     assert loaders.description.endswith('validation: 2 images, 1 class')
     assert 'has one class, only, so' in caplog.text
-
-
-def test_the_description_counts_the_classes_of_a_share(tmp_path):
-    source = Source(dir=str(make_numbered(tmp_path, COUNTS)), val_share=0.1)
-    loaders = create_loaders(source, (16, 16), 1, augment=Augmentation(repeats=1), num_workers=0)
-    assert loaders.description.startswith('training: 6')
-    assert loaders.description.split('; ')[0].endswith(', 4 classes')
 
 
 def save_turned(path: Path, orientation: int) -> None:
