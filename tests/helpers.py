@@ -468,6 +468,14 @@ def unpack_data(name: str, folder: Path) -> Path:
     return folder
 
 
+def unpack_ratings(folder: Path, count: int) -> Path:
+    """Unpack the real clicks and ratings into a folder, and give that of the first ratings of MovieLens-100k."""
+    ratings = unpack_data('ctr_samples.tar.xz', folder) / 'ctr' / 'ml-100k'
+    lines = (ratings / 'ml-100k.inter').read_text().splitlines(keepends=True)
+    (ratings / 'ml-100k.inter').write_text(''.join(lines[: count + 1]))
+    return ratings
+
+
 def torch_version() -> tuple[int, int]:
     """Return the two first numbers of torch's version."""
     major, minor = torch.__version__.split('.')[:2]

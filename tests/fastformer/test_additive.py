@@ -109,15 +109,6 @@ def test_large_scores_leave_value_and_gradients_finite(dtype: torch.dtype, N: in
     assert all(torch.isfinite(p.grad).all() for p in [x, *module.parameters()])
 
 
-@pytest.mark.parametrize('N', LENGTHS)
-def test_padding_changes_no_other_token(N: int):
-    module = make_attention(score='dense')[1]
-    x, mask = randn(2, N, C), torch.ones(2, N, dtype=torch.bool)
-    padded = torch.cat([x, randn(2, 9, C, seed=8, scale=50.0)], 1)
-    y = module(padded, torch.cat([mask, torch.zeros(2, 9, dtype=torch.bool)], 1))[0]
-    assert_close(y[:, :N], module(x, mask)[0], 1e-12)
-
-
 @pytest.mark.parametrize(
     ('switches', 'count'),
     [
@@ -133,30 +124,6 @@ def test_padding_changes_no_other_token(N: int):
 def test_attention_has_the_stated_number_of_parameters(switches: dict[str, object], count: int):
     module = FastformerAttention(FastformerConfig(**{'use_output_proj': False, **switches}))
     assert sum(p.numel() for name, p in module.named_parameters() if not name.endswith('bias')) == count
-
-
-class Adapted(nn.Module):
-    """A linear layer with a low-rank update beside it, as adapters wrap one."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(C, 2, bias=False).double(), nn.Linear(2, C, bias=False).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-@pytest.mark.parametrize('N', LENGTHS)
-def test_an_adapter_around_a_linear_layer_takes_effect(N: int):
-    module, merged = make_attention()[1], make_attention()[1]
-    for name in ('query', 'key', 'transform', 'proj'):
-        adapted = Adapted(getattr(module, name))
-        setattr(module, name, adapted)
-        with torch.no_grad():
-            getattr(merged, name).weight.add_(adapted.up.weight @ adapted.down.weight)
-    x = randn(2, N, C)
-    assert_close(module(x)[0], merged(x)[0], 1e-12)
 
 
 class Recorded(nn.Module):

@@ -7,7 +7,6 @@ import torch
 from helpers import assert_close, generator
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel
 
 from aft_vision.fastformer import ENCODERS, FastformerConversionConfig, FastformerForConversion, reference
 from aft_vision.fastformer.encoder import FastformerEncoder
@@ -190,17 +189,6 @@ def test_types_and_the_order_of_behaviours_count():
     first = model(**{**batch, 'behavior_types': torch.zeros_like(batch['behavior_types'])}).logits
     batch.pop('behavior_types')
     assert torch.equal(model(**batch).logits, first)
-
-
-def test_a_saved_model_is_the_same_after_loading(tmp_path):
-    model, batch = make_model().float(), make_batch()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert isinstance(loaded, FastformerForConversion)
-    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert isinstance(config, FastformerConversionConfig)
-    assert (config.behavior_types, config.head_hidden_size, config.max_behaviors) == (TYPES, 7, 9)
 
 
 def test_bfloat16_is_finite_and_near():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import BertConfig, BertModel
 
 from aft_vision.fastformer.glove import DEFAULT_STD, Coverage, glove_matrix, load_glove, read_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
@@ -88,19 +88,6 @@ def test_post_init_keeps_the_vectors(tokenizer, path, padding_idx):
     model.init_weights()
     assert model.get_input_embeddings() is embedding
     torch.testing.assert_close(embedding.weight, expected, rtol=0, atol=0)
-
-
-def test_a_model_keeps_the_vectors_through_a_file(tokenizer, path, tmp_path):
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=DIM, num_attention_heads=1, num_hidden_layers=1, intermediate_size=4
-    )
-    model = BertModel(config)
-    load_glove(model, tokenizer, path)
-    expected = model.get_input_embeddings().weight.clone()
-    model.save_pretrained(tmp_path / 'model')
-    loaded = AutoModel.from_pretrained(tmp_path / 'model')
-    torch.testing.assert_close(loaded.get_input_embeddings().weight, expected, rtol=0, atol=0)
-    np.testing.assert_array_equal(row_of(loaded.get_input_embeddings(), tokenizer, 'film'), vector(1))
 
 
 def test_drawn_rows_have_mean_and_covariance_of_the_found():
@@ -190,18 +177,6 @@ def test_a_damaged_line_is_named(path, line, message):
 def test_a_file_of_another_width_is_named(path, dim):
     with pytest.raises(ValueError, match=f'a token and {dim} numbers a line, got 4 in'):
         read_glove(path, WORDS, dim)
-
-
-def test_a_damaged_archive_is_named(path, tmp_path):
-    archive = tmp_path / 'glove.gz'
-    archive.write_bytes(gzip.compress(path.read_bytes())[:-12])
-    with pytest.raises(ValueError, match='is damaged after line'):
-        read_glove(archive, WORDS, DIM)
-    (tmp_path / 'glove.zip').write_bytes(b'PK no archive')
-    with pytest.raises(ValueError, match='is damaged'):
-        read_glove(tmp_path / 'glove.zip', WORDS, DIM)
-    with pytest.raises(ValueError, match='expected a file'):
-        read_glove(tmp_path / 'absent.zip', WORDS, DIM)
 
 
 def test_an_embedding_with_too_few_rows_is_rejected(tokenizer, path):

@@ -162,7 +162,7 @@ def test_initial_weights_have_the_configured_size():
 
 @pytest.mark.parametrize('score', ['per_head', 'dense'])
 @pytest.mark.parametrize('interaction', ['multiply', 'concat'])
-@pytest.mark.parametrize('width', [64, 128, 256, 512])
+@pytest.mark.parametrize('width', [64, 256])
 def test_the_global_path_has_its_share_of_the_first_output_at_any_width(width: int, interaction: str, score: str):
     torch.manual_seed(0)
     sizes = dict(vocab_size=9, hidden_size=width, num_attention_heads=width // 16, num_hidden_layers=1)
@@ -206,26 +206,6 @@ def test_a_model_saved_with_a_deviation_keeps_it(tmp_path):
 def test_a_deviation_that_draws_no_weights_is_refused(deviation: float):
     with pytest.raises(ValueError, match='initializer_range must be above 0 and finite, or None'):
         make_config(initializer_range=deviation)
-
-
-@pytest.mark.parametrize('sharing', [True, False], ids=['shared', 'distinct'])
-def test_gradient_checkpointing_computes_each_layer_again_and_changes_no_gradient(sharing: bool):
-    gradients, calls = [], []
-    for checkpointing in (False, True):
-        model = make_model(share_layers=sharing, hidden_dropout_prob=0.0, num_hidden_layers=3).train()
-        if checkpointing:
-            model.activation_checkpointing_enable()
-        computed: list[int] = []
-        for layer in model.model.encoder.layers:
-            layer.attn.register_forward_hook(lambda *_, computed=computed: computed.append(1))
-        loss = model(make_ids(2, 16), labels=torch.tensor([1, 0])).loss
-        calls.append([len(computed)])
-        loss.backward()
-        calls[-1].append(len(computed))
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    assert calls == [[3, 3], [3, 6]]
-    for name, expected in gradients[0].items():
-        assert_close(gradients[1][name], expected, 1e-5, name)
 
 
 def test_shared_layers_are_one_module_applied_again():

@@ -68,9 +68,10 @@ def trained_model(causal: str) -> FastformerForConditionalGeneration:
     return model.eval()
 
 
-@pytest.mark.parametrize('mixer', ['fastformer', 'transformer'])
-@pytest.mark.parametrize('auto', [True, False], ids=['auto', 'class'])
-@pytest.mark.parametrize('cls', [FastformerForSequenceClassification, FastformerModel])
+@pytest.mark.parametrize(
+    ('cls', 'auto', 'mixer'),
+    [(FastformerForSequenceClassification, True, 'fastformer'), (FastformerModel, False, 'transformer')],
+)
 def test_the_encoder_of_another_model_warm_starts_one(tmp_path, cls: type, auto: bool, mixer: str):
     made = make_model(encoder_mixer=mixer)
     saved = cls(made.config)
@@ -166,7 +167,7 @@ def test_a_trained_model_generates_the_same_with_and_without_a_cache(causal: str
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize('kind', KINDS, ids=str)
+@pytest.mark.parametrize('kind', KINDS[::2], ids=str)
 def test_a_text_in_a_batch_is_generated_as_alone(kind: dict[str, object]):
     model, sources = make_model(seed=3, **kind).double(), make_sources()
     how = dict(num_beams=3, max_new_tokens=6, min_new_tokens=6)
@@ -213,24 +214,17 @@ def test_a_reordered_cache_goes_on_with_the_chosen_rows(kind: dict[str, object],
     assert_close(found, expected[:, 4:], 1e-10)
 
 
-def test_a_past_is_read_where_none_is_asked_for():
-    model, target = make_model().double(), make_ids(3, 5, seed=1)
-    past = model(**make_sources(), decoder_input_ids=target[:, :4]).cache
-    mask = make_sources()['attention_mask']
-    out = model(attention_mask=mask, decoder_input_ids=target[:, 4:], cache=past, use_cache=False)
-    assert out.cache is None
-    assert_close(out.logits, model(**make_sources(), decoder_input_ids=target).logits[:, 4:], 1e-10)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize('kind', KINDS, ids=str)
 def test_two_calls_go_on_from_one_past_by_a_copy_of_it(kind: dict[str, object]):
     model, target = make_model(**kind).double(), make_ids(3, 5, seed=1)
     past = model(**make_sources(), decoder_input_ids=target[:, :4]).cache
     rest = dict(attention_mask=make_sources()['attention_mask'], decoder_input_ids=target[:, 4:], use_cache=False)
-    first = model(**rest, cache=copy.deepcopy(past)).logits
+    first = model(**rest, cache=copy.deepcopy(past))
+    assert first.cache is None
+    assert_close(first.logits, model(**make_sources(), decoder_input_ids=target).logits[:, 4:], 1e-10)
     assert past.get_seq_length() == 4
-    assert torch.equal(model(**rest, cache=past).logits, first)
+    assert torch.equal(model(**rest, cache=past).logits, first.logits)
     # As in transformers' models, the tokens are added where no cache is returned.
     assert past.get_seq_length() == 5
 
@@ -256,17 +250,6 @@ def test_the_former_name_of_the_cache_is_still_taken():
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize('causal', ['streaming', 'exact'])
-def test_a_changed_future_leaves_earlier_logits_bit_equal(causal: str):
-    model, target = make_model(causal=causal), make_ids(3, 20, seed=1)
-    expected = model(**make_sources(), decoder_input_ids=target).logits
-    changed = target.clone()
-    changed[:, 9:] = make_ids(3, 11, seed=2)
-    logits = model(**make_sources(), decoder_input_ids=changed).logits
-    assert torch.equal(logits[:, :9], expected[:, :9])
-    assert not torch.equal(logits[:, 9], expected[:, 9])
-
-
 @pytest.mark.parametrize('name', sorted(ENCODERS))
 def test_every_encoder_learns_and_generates(name: str):
     small = dict(attention_window=4, num_global_tokens=2, num_random_tokens=2, block_size=2, poolingformer_window=8)
@@ -275,16 +258,6 @@ def test_every_encoder_learns_and_generates(name: str):
     without = [n for n, p in model.named_parameters() if p.grad is None]
     assert without == []
     assert model.generate(**make_sources(), max_new_tokens=4, min_new_tokens=4).shape == (3, 5)
-
-
-def test_files_and_auto_classes_give_the_same_texts(tmp_path):
-    model = trained_model('streaming')
-    model.save_pretrained(tmp_path)
-    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
-    assert isinstance(again, FastformerForConditionalGeneration)
-    assert again.lm_head.weight is again.get_input_embeddings().weight
-    how = dict(max_new_tokens=8, num_beams=5)
-    assert torch.equal(again.generate(**make_sources(), **how), model.generate(**make_sources(), **how))
 
 
 def test_tied_embeddings_of_another_width_stay_tied_when_resized():
@@ -303,7 +276,7 @@ def test_tied_embeddings_of_another_width_stay_tied_when_resized():
 
 
 @pytest.mark.parametrize('autocast', [False, True], ids=['pure', 'autocast'])
-@pytest.mark.parametrize('kind', KINDS[:4], ids=str)
+@pytest.mark.parametrize('kind', KINDS[:4:2], ids=str)
 @pytest.mark.parametrize(('dtype', 'bound'), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=str)
 def test_half_precision_is_near_float32_and_generates(dtype: torch.dtype, bound: float, kind, autocast: bool):
     model, labels = make_model(**kind), make_ids(3, 20, seed=1)
@@ -317,19 +290,6 @@ def test_half_precision_is_near_float32_and_generates(dtype: torch.dtype, bound:
     assert_close(out.logits, expected, bound)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     assert texts.shape == (3, 5)
-
-
-@pytest.mark.parametrize('sharing', [True, False], ids=['shared', 'distinct'])
-def test_gradient_checkpointing_changes_no_gradient(sharing: bool):
-    gradients = []
-    for checkpointing in (False, True):
-        model = make_model(share_layers=sharing, hidden_dropout_prob=0.0).train()
-        if checkpointing:
-            model.activation_checkpointing_enable()
-        model(**make_sources(), labels=make_ids(3, 5, seed=1)).loss.backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, expected in gradients[0].items():
-        assert_close(gradients[1][name], expected, 1e-5, name)
 
 
 def test_shared_layers_are_one_module_applied_again():

@@ -220,16 +220,3 @@ def test_a_pipeline_cuts_a_text_off_as_training_does(tmp_path, nltk_data, method
     assert len(tokenizer(text, truncation=True, max_length=4)['input_ids']) == 4
     assert len(tokenizer(text)['input_ids']) == len(tokenizer.encode(text)) == 6
     assert len(tokenizer.encode(text, truncation=False)) > 6
-
-
-def test_a_pipeline_classifies_an_empty_text_as_training_does():
-    tokenizer = train('wordpunct')
-    model = FastformerForSequenceClassification(
-        FastformerConfig(
-            vocab_size=len(tokenizer), hidden_size=8, num_attention_heads=2, encoder_mixer='transformer', num_labels=3
-        )
-    ).eval()
-    classify = pipeline('text-classification', model=model, tokenizer=tokenizer, top_k=None)
-    found = {row['label']: row['score'] for row in classify([''])[0]}
-    expected = model(torch.tensor(token_ids([''], tokenizer))).logits.softmax(-1)[0].tolist()
-    assert [found[f'LABEL_{number}'] for number in range(3)] == pytest.approx(expected)

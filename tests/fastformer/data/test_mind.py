@@ -109,8 +109,8 @@ def test_what_an_excerpt_lacks_is_left_out_on_request(tmp_path, news):
         (ROW.format('N1', 'N2') + ROW.format('N1', 'N2-1'), "line 2, column 'impressions': .*got 'N2-1'"),
         (ROW.format('N1', 'N99-1'), "line 1, column 'impressions': expected one of 60 news, got 'N99'"),
         (
-            ROW.format('N1', 'N2-1').replace('11/13/2019', '13/11/2019'),
-            r"line 1, column 'time': expected such as 11/13/2019 8:36:57 AM, got '13/11/2019 8:36:57 AM'",
+            ROW.format('N1', 'N2-1').replace('11/13', '13/11'),
+            "'time': expected such as .*, got '13/11/2019",
         ),
         (ROW.format('N1', ''), "line 1, column 'impressions': expected candidates, got none"),
         ('', 'expected impressions in .*behaviors.tsv, got none'),

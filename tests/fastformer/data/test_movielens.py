@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import unpack_data
+from helpers import unpack_ratings
 from text_files import write_movielens
 
 from aft_vision.fastformer.data.movielens import read_movielens
@@ -105,7 +105,7 @@ def test_an_empty_folder_is_named(tmp_path):
 
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with ctr_samples.tar.xz')
 def test_the_real_films_are_read(tmp_path):
-    news, parts = read_movielens(unpack_data('ctr_samples.tar.xz', tmp_path) / 'ctr' / 'ml-100k', negatives=4)
+    news, parts = read_movielens(unpack_ratings(tmp_path, 10_000), negatives=4)
     assert (len(news), news.texts[0]) == (1682, "Toy Story 1995 Animation Children's Comedy")
-    # 100,000 ratings of 943 users, less the first film of each.
-    assert [len(parts[part]) for part in ('train', 'validation', 'test')] == [97_171, 943, 943]
+    # 10,000 ratings of 385 users, less the first film of each; 379 have a second one, and 373 a third.
+    assert [len(parts[part]) for part in ('train', 'validation', 'test')] == [8_863, 373, 379]

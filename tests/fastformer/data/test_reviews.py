@@ -30,10 +30,7 @@ def test_amazon_reviews_of_both_layouts_are_read(tmp_path, name, year):
 @pytest.mark.parametrize(
     ('content', 'message'),
     [
-        (
-            {'body': 'a', 'stars': 5},
-            'line 1: expected the columns reviewText or text, overall or rating, got body, stars',
-        ),
+        ({'body': 'a', 'stars': 5}, 'columns reviewText or text, overall or rating, got body, stars'),
         ({'reviewText': 'a', 'overall': 6.0}, "line 1, column 'overall': expected one of 1, 2, 3, 4, 5, got '6'"),
         ({'overall': 5.0}, 'line 1: expected the columns reviewText, overall, got overall'),
         (None, 'got an empty file'),

@@ -79,11 +79,7 @@ def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
         ('{"text": "a", "summary": null}\n', {}, r"line 1, column 'summary': expected a text, got None"),
         ('{"text": "a", "summary": " "}\n', {}, r'line 1: expected a summary, got a blank one'),
         ('{"text": "a", "summary": " "}\n', {'drop_incomplete': True}, 'expected complete rows of the columns'),
-        (
-            '{"text": "a", "summary": "b"}\n',
-            {'split': 'test'},
-            r'line 1: expected the columns split, got text, summary',
-        ),
+        ('{"text": "a", "summary": "b"}\n', {'split': 'test'}, 'expected the columns split, got text, summary'),
         (
             '{"text": "a", "summary": "b", "part": "x"}\n',
             {'split': 'test', 'split_column': 'part'},
@@ -183,7 +179,7 @@ def test_real_files_are_read():
     news = read_summaries(folder / 'bbc_news_summary.jsonl.xz', 'article', 'summary')
     assert len(news) == 2225
     assert news[0]['text'].startswith('Ad sales boost Time Warner profit\n')
-    parts = split_summaries(news)
+    parts = split_summaries(news.select(range(600)))
     for name in ('text', 'summary'):
         found = [{' '.join(value.split()) for value in part[name]} for part in parts.values()]
         assert len(set.union(*found)) == sum(map(len, found))

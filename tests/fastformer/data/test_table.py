@@ -110,11 +110,7 @@ def test_label_maps_are_what_a_configuration_takes():
 @pytest.mark.parametrize(
     ('rows', 'options', 'message'),
     [
-        (
-            [('a', 'x'), ('b', 'y')],
-            {'label_names': ('x', 'z')},
-            "line 2, column 'label': expected one of x, z, got 'y'",
-        ),
+        ([('a', 'x'), ('b', 'y')], {'label_names': ('x', 'z')}, "line 2, column 'label': .* x, z, got 'y'"),
         ([('a', 'x'), (7, 'x')], {}, "line 2, column 'text': expected a text, got 7"),
         ([('a', 'x'), (None, 'x')], {}, "line 2, column 'text': expected a text, got None"),
         ([('\ud800', 'x')], {}, "line 1, column 'text': expected a text, got half a character"),
