@@ -228,7 +228,7 @@ def test_a_copy_has_the_preprocessing_of_the_stages_and_no_classifier_of_classes
 
 def test_rates_of_a_stage_below_those_of_the_schedule_are_its_own(arguments, tmp_path):
     lower = ['convert.features_epochs=0', 'convert.fine_tune=none', 'convert.blocks_lr=1e-6', 'schedule.min_lr=1e-5']
-    main([*arguments, *lower, f'run.dir={tmp_path}'])
+    main([*arguments, *lower, f'run.dir={tmp_path}', 'run.max_seconds=0.001'])
     assert load_config(tmp_path / 'blocks' / 'config.yaml').schedule.min_lr == pytest.approx(1e-6 * 20 / 512)
 
 

@@ -296,18 +296,6 @@ def test_the_decay_of_the_average_warms_up():
     assert moved < 1.5 * abs(states[1].model[1].weight).sum().item()
 
 
-def test_a_compiled_model_trains_as_an_eager_one(monkeypatch):
-    # Graphs and gradients are those of inductor, whose kernels take half a minute to compile.
-    compile_module = torch.compile
-    monkeypatch.setattr(torch, 'compile', lambda module, **_: compile_module(module, backend='aot_eager'))
-    losses = []
-    for compiled in (False, True):
-        state = make_state(make_vit(), ema=EmaConfig(decay=0.5), run=RunConfig(compile=compiled, tensorboard=False))
-        losses.append(train(state, make_batches(3, side=4)))
-        assert set(state.model.state_dict()) == set(state.averaged_model.state_dict()) == set(make_vit().state_dict())
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
-
-
 def test_a_compiled_model_has_a_graph_for_each_training_size(monkeypatch):
     compile_module, inputs = torch.compile, []
 

@@ -101,13 +101,6 @@ def test_a_model_of_fixed_input_size_is_built_for_the_size_of_the_data(few, tmp_
     assert load_model(tmp_path / 'run' / 'best.pth').patch_embed.grid_size == (2, 3)
 
 
-def test_an_argument_that_another_model_does_not_take_is_rejected(tmp_path):
-    (tmp_path / 'net.yaml').write_text('model: {name: resnet18, kernel_size: 3}\n')
-    with pytest.raises(ValueError, match=r'got resnet18 with kernel_size=3: '):
-        main(['--config', str(tmp_path / 'net.yaml'), DATA, 'data.num_workers=0', f'run.dir={tmp_path / "run"}'])
-    assert not (tmp_path / 'run').exists()
-
-
 def test_every_part_of_the_recipe_runs_together(few, tmp_path):
     config = ROOT / 'configs' / 'smoke' / 'deit_recipe.yaml'
     state = main(['--quiet', '--config', str(config), *few, f'run.dir={tmp_path}'])
@@ -183,13 +176,6 @@ def test_a_run_keeps_the_normalisation_of_the_checkpoint_that_it_starts_from(few
     wanted, found, different = (next(iter(each))[0] for each in (loaders.validation, evaluated, other))
     torch.testing.assert_close(found, wanted)
     assert not torch.allclose(different, wanted)
-
-
-def test_a_start_of_another_model_lists_the_differing_keys_before_a_folder_is_made(few, run_dir, tmp_path):
-    other = ['model.depth=2', f'run.init_from={run_dir / "best.pth"}', f'run.dir={tmp_path / "run"}']
-    with pytest.raises(ValueError, match=r'best\.pth: .*missing: blocks\.1\.'):
-        main([*ONE_EPOCH, *few, *other])
-    assert not (tmp_path / 'run').exists()
 
 
 def test_where_the_first_weights_came_from_is_not_needed_to_load_the_run(few, run_dir, tmp_path):
@@ -372,13 +358,11 @@ def test_several_sizes_need_a_model_that_takes_them(few, tmp_path):
     assert exported['pretrained_cfg']['input_size'] == [3, 40, 40]
 
 
-@pytest.mark.parametrize('row', ['aft_conv_tiny', 'aft_full_tiny'])
-def test_rows_of_table_7_train_at_another_size_and_batch(row, few, tmp_path):
+def test_a_row_of_table_7_trains_at_another_size_and_batch(few, tmp_path):
     small = [*few, 'model.depth=2', 'data.img_size=[32,32]', 'data.num_workers=0', 'run.compile=false', 'run.amp=none']
     short = ['schedule.epochs=2', 'schedule.warmup_epochs=1', 'run.throughput_batches=0', f'run.dir={tmp_path}']
-    state = main(
-        ['--quiet', '--config', str(ROOT / 'configs/imagenet/deit_300e.yaml'), f'model.name={row}', *small, *short]
-    )
+    config = ['--quiet', '--config', str(ROOT / 'configs/imagenet/deit_300e.yaml'), 'model.name=aft_full_tiny']
+    state = main([*config, *small, *short])
     assert state.progress.updates == 12
     assert all(torch.isfinite(parameter).all() for parameter in state.model.parameters())
     assert [row['train_lr'] for row in state.progress.history] == [1e-6, 1e-6]

@@ -44,6 +44,7 @@ def test_weights_to_start_from_that_do_not_fit_name_the_keys_and_both_values(tmp
     ]
     with pytest.raises(ValueError, match=f'{start.name}: expected weights of AFTVision') as error:
         imagenet.main([*config, f'run.dir={tmp_path / "run"}', 'model.embed_dim=16', 'model.kernel_size=5'])
+    assert not (tmp_path / 'run').exists()
     _, *keys = str(error.value).split('; model.')
     here = {'name = aft_conv_tiny': 'aft_conv_small', 'embed_dim = 16': '32', 'kernel_size = 5': '3'}
     assert sorted(keys) == sorted(f'{key}, where the weights have {there}' for key, there in here.items())

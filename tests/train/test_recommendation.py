@@ -25,8 +25,8 @@ from train.fastformer.tasks import load_text_config
 
 SMOKE = Path(__file__).parents[2] / 'configs' / 'smoke' / 'recommendation.yaml'
 METRICS = ('auc', 'mrr', 'ndcg5', 'ndcg10')
-# Enough for the topics to be learned: 200 impressions, five passes.
-LEARNING = ('model.hidden_size=32', 'model.hidden_dropout_prob=0', 'optim.lr=1e-2', 'schedule.epochs=5')
+# Enough for the topics to be learned: 200 impressions, three passes.
+LEARNING = ('model.hidden_size=32', 'model.hidden_dropout_prob=0', 'optim.lr=1e-2', 'schedule.epochs=3')
 
 
 @pytest.fixture(scope='module')
@@ -108,10 +108,10 @@ def test_processes_share_the_impressions(trained, mind):
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(mind, tmp_path, monkeypatch):
     folders = tmp_path / 'whole', tmp_path / 'cut'
-    common = ['run.seeds=[1]', 'schedule.max_updates=25', 'run.save_updates=4', 'run.keep=2']
+    common = ['run.seeds=[1]', 'schedule.max_updates=7', 'run.save_updates=5', 'run.keep=2', 'data.max_impressions=64']
     whole, cut = (arguments(mind, folder, *common) for folder in folders)
     fastformer.main(whole)
-    assert_goes_on_to_the_same_weights(monkeypatch, 22, cut, folders[1], folders[0])
+    assert_goes_on_to_the_same_weights(monkeypatch, 6, cut, folders[1], folders[0])
 
 
 def test_the_order_of_clicks_depends_on_the_seed_and_the_epoch_alone():
@@ -189,13 +189,13 @@ def test_the_model_remembers_the_columns_of_its_texts(mind, tmp_path):
     assert again.make_model(run.tokenizer, seed=0).config.text_columns == ['title']
 
 
-def test_a_language_model_without_a_limit_of_positions_is_trained(mind, tmp_path):
+def test_a_language_model_without_a_limit_of_positions_takes_texts_of_any_length(mind, tmp_path):
     tokenizer = train_tokenizer(make_run(mind, tmp_path).texts())
     config = XLNetConfig(vocab_size=len(tokenizer), d_model=8, n_layer=1, n_head=2, d_inner=8)
     XLNetModel(config).save_pretrained(tmp_path / 'xlnet')
     tokenizer.save_pretrained(tmp_path / 'xlnet')
-    more = [f'model.text_model={tmp_path / "xlnet"}', 'schedule.max_updates=1', 'run.seeds=[0]']
-    fastformer.main(arguments(mind, tmp_path / 'run', *more))
+    run = make_run(mind, tmp_path, f'model.text_model={tmp_path / "xlnet"}', 'data.max_length=9999')
+    assert run.new_model(run.make_tokenizer()).text_encoder.model.config.d_model == 8
 
 
 def test_films_are_recommended_too(tmp_path):

@@ -95,16 +95,6 @@ def test_parts_of_a_batch_add_the_entropy_once():
     torch.testing.assert_close(gradients(parts.model), gradients(whole.model), rtol=1e-4, atol=1e-6)
 
 
-def test_the_weight_lowers_the_entropy():
-    plain, regularized = make_state(), make_state(regularize=ENTROPY)
-    start = torch.cat(entropies(plain.model)).sum().item()
-    for state in (plain, regularized):
-        train(state)
-    with_weight, without = (torch.cat(entropies(state.model)).sum().item() for state in (regularized, plain))
-    assert with_weight < without - 0.1
-    assert with_weight < start - 0.1
-
-
 def test_a_weight_of_zero_computes_no_entropy(monkeypatch):
     called = []
     monkeypatch.setattr('train.regularize.kernel_entropy', lambda model: called.append(model) or torch.tensor(2.0))
@@ -147,15 +137,15 @@ def test_a_compiled_model_is_regularized_as_an_eager_one(monkeypatch):
     weights = []
     for compiled in (False, True):
         run_config = RunConfig(compile=compiled, tensorboard=False)
-        state = make_state(make_model(gumbel=True), run=run_config, regularize=regularize)
+        state = make_state(make_model(gumbel=True, depth=1), run=run_config, regularize=regularize)
         counts = []
         for batch in make_batches():
             train_step(state, [batch])
             counts.append(graphs.frame_count)
         # Once more when the temperature first changes, and not again.
         assert counts == ([1, 2, 2, 2] if compiled else [0, 0, 0, 0])
-        weights.append(state.model.blocks[1].attn.kernel.gamma.detach())
-        assert set(state.model.state_dict()) == set(make_model().state_dict())
+        weights.append(state.model.blocks[0].attn.kernel.gamma.detach())
+        assert set(state.model.state_dict()) == set(make_model(depth=1).state_dict())
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
 
 

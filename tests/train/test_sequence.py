@@ -87,7 +87,7 @@ def rows_of(folder: Path, name: str = 'summary.csv') -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize('name', ['aft_local_char', 'aft_simple_char', 'transformer_char'])
+@pytest.mark.parametrize('name', ['aft_local_char', 'transformer_char'])
 def test_twenty_losses_equal_those_of_a_plain_loop(name):
     batches, heads = make_batches(20), dict(num_heads=2) if name == 'transformer_char' else {}
     state = make_state(
@@ -121,13 +121,6 @@ def test_twenty_losses_equal_those_of_a_plain_loop(name):
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     assert len(set(losses)) == 20
     torch.testing.assert_close(state.averaged_model.state_dict(), average.module.state_dict(), rtol=1e-3, atol=1e-4)
-
-
-def test_the_rate_is_that_of_the_file_whatever_the_batch():
-    for batch in (4, 64):
-        state = make_state(data=CharData(file='text', context=16, batch_size=batch))
-        state.scheduler.step_update(4)
-        assert state.optimizer.param_groups[0]['lr'] == pytest.approx(3e-3)
 
 
 def test_parts_of_a_batch_and_recomputed_activations_make_the_same_update():
@@ -236,30 +229,11 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def test_a_budget_of_seconds_counts_the_time_of_the_updates_of_all_epochs(tmp_path, monkeypatch):
-    clock = iter(range(1000))
-    monkeypatch.setattr('train.engine.time.perf_counter', lambda: float(next(clock)))
-    state = run(make_state(run=RunConfig(max_seconds=12.5, tensorboard=False)), tmp_path)
-    # Each update takes one tick.
-    assert (state.progress.updates, state.progress.seconds) == (13, 13.0)
-    assert float(rows_of(tmp_path)[1]['train_total_seconds']) == 13.0
-    assert not math.isnan(float(rows_of(tmp_path)[1]['eval_bits']))
-
-
 def test_the_time_left_is_that_of_the_budget(capsys, monkeypatch):
     pretend_terminal(monkeypatch)
     state = make_state(run=RunConfig(max_seconds=3600.0, tensorboard=False), schedule=SequenceSchedule(epochs=10**6))
     train_one_epoch(state, make_loaders().train)
     assert 'left=59:5' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('amp', ['bfloat16', 'float16'])
-def test_half_precision_has_about_the_loss_of_float32(amp):
-    losses = [
-        train(make_state(make_model(dropout=0.0), run=RunConfig(amp=p, tensorboard=False)), make_batches(3))
-        for p in ('none', amp)
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 
 def test_an_update_that_is_not_finite_is_diagnosed_with_its_windows_and_layer(tmp_path):
@@ -291,9 +265,9 @@ def test_a_compiled_decoder_trains_as_an_eager_one(monkeypatch):
     monkeypatch.setattr(torch, 'compile', lambda module, **kwargs: compile_(module, backend='aot_eager'))
     losses = []
     for compiled in (False, True):
-        state = make_state(make_model(dropout=0.0), run=RunConfig(compile=compiled, tensorboard=False))
+        state = make_state(make_model(dropout=0.0, depth=1), run=RunConfig(compile=compiled, tensorboard=False))
         losses.append(train(state, make_batches(3)))
-        assert set(state.model.state_dict()) == set(make_model().state_dict())
+        assert set(state.model.state_dict()) == set(make_model(depth=1).state_dict())
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
 
 
@@ -302,11 +276,7 @@ def test_a_compiled_decoder_trains_as_an_eager_one(monkeypatch):
     [
         (CharConfig, dict(data=dict(context=8, eval_stride=9)), r'data\.eval_stride to be at most .*is 8, .*, got 9'),
         (PixelConfig, dict(optim=dict(accumulate=3)), r'a multiple of optim\.accumulate \(3\) .* \(1\), got 128'),
-        (
-            PixelConfig,
-            dict(schedule=dict(warmup_lr=1)),
-            r'schedule\.warmup_lr to be at most optim\.lr, .* 0\.0005, got 1',
-        ),
+        (PixelConfig, dict(schedule=dict(warmup_lr=1)), r'warmup_lr to be at most optim\.lr, .* 0\.0005, got 1'),
         (PixelConfig, dict(run=dict(init_from='x', reset_head=True)), r'reset_head to be false for a sequence model'),
     ],
 )

@@ -51,7 +51,7 @@ def read(path: Path, *overrides: str):
     return read_splits(config.data)
 
 
-LEARNING = ['model.hidden_size=32', 'model.num_attention_heads=4', 'schedule.epochs=6', 'optim.lr=1e-2', 'run.keep=2']
+LEARNING = ['model.hidden_size=32', 'model.num_attention_heads=4', 'schedule.epochs=4', 'optim.lr=1e-2', 'run.keep=2']
 
 
 @pytest.fixture(scope='module')
@@ -95,16 +95,16 @@ def measured(checkpoint: Path, run: SummarizationRun, metric: str) -> float:
 @pytest.mark.parametrize('metric', ['loss', 'rougeL'])
 def test_the_best_epoch_by_validation_is_kept_and_tested(first_words, tmp_path, metric):
     # At so high a rate the best epoch is not the last.
-    more = ['data.max_texts=160', 'schedule.epochs=6', 'optim.lr=1e-1', 'model.hidden_size=32', 'run.keep=6']
+    more = ['data.max_texts=80', 'schedule.epochs=4', 'optim.lr=1e-1', 'model.hidden_size=32', 'run.keep=4']
     more += [f'generate.validate={metric == "rougeL"}']
     (result,) = fastformer.main(arguments(first_words, tmp_path, *more))['runs']
     run = SummarizationRun.read(load_text_config(SMOKE, [f'data.path={first_words}', *more]), tmp_path)
-    folders = [tmp_path / 'seed_0' / f'checkpoint-{8 * epoch}' for epoch in range(1, 7)]
+    folders = [tmp_path / 'seed_0' / f'checkpoint-{4 * epoch}' for epoch in range(1, 5)]
     figures = [measured(folder, run, metric) for folder in folders]
     best = figures.index(min(figures) if metric == 'loss' else max(figures))
-    assert best < 5
+    assert best < 3
     assert result['best_epoch'] == best + 1
-    assert result['texts'] == {'train': 128, 'validation': 16, 'test': 16}
+    assert result['texts'] == {'train': 64, 'validation': 8, 'test': 8}
     assert result[f'validation_{metric}'] == pytest.approx(figures[best], rel=1e-5)
     kept, expected = (load_file(path / 'model.safetensors') for path in (tmp_path / 'seed_0' / 'best', folders[best]))
     assert all(torch.equal(kept[key], expected[key]) for key in expected)
@@ -210,12 +210,12 @@ def test_the_tool_names_what_is_wrong(trained, tmp_path, capsys):
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(first_words, tmp_path, monkeypatch):
     folders = tmp_path / 'whole', tmp_path / 'parts'
-    more = ['schedule.max_updates=14', 'data.max_texts=160', 'model.hidden_dropout_prob=0.2', 'run.save_updates=4']
+    more = ['schedule.max_updates=7', 'data.max_texts=80', 'model.hidden_dropout_prob=0.2', 'run.save_updates=5']
     more += ['run.keep=2', 'generate.validate=true']
     whole, parts = (arguments(first_words, folder, *more) for folder in folders)
     (result,) = fastformer.main(whole)['runs']
     assert set(result['epochs'][0]) == {'loss', 'epoch', *ROUGES}
-    assert_goes_on_to_the_same_weights(monkeypatch, 11, parts, folders[1], folders[0])
+    assert_goes_on_to_the_same_weights(monkeypatch, 6, parts, folders[1], folders[0])
     with pytest.raises(ValueError, match=r'expected generate\.num_beams = 2 as in .*, got 3'):
         fastformer.main([*parts, 'run.resume=auto', 'generate.num_beams=3'])
 
