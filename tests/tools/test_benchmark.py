@@ -24,7 +24,7 @@ ONEHOT = ['ops', '--groups', 'onehot', '--rounds', '1']
 
 
 def test_loaders_are_compared_with_the_first_and_with_those_that_they_replace(tmp_path, capsys):
-    folders = [str(make_folder(tmp_path / str(side), {'train': ['a', 'b']}, 4, (side, side))) for side in (16, 2400)]
+    folders = [str(make_folder(tmp_path / str(side), {'train': ['a', 'b']}, 4, (side, side))) for side in (16, 1200)]
     for folder in folders:
         make_folder(Path(folder), {'val': ['a', 'b']})
     options = ['--img-size', '16', '--batch-size', '4', '--workers', '0', '--allow-load']

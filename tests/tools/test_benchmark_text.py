@@ -9,7 +9,6 @@ import torch
 from tools.benchmark import text
 from tools.benchmark.__main__ import ENCODERS, main
 from tools.benchmark.compare import PAPER_BASELINE
-from tools.benchmark.scaling import report_fits
 from tools.benchmark.text import BASELINE, KEPT, TRAINING, WHOLE
 
 CPU = torch.device('cpu')
@@ -42,26 +41,13 @@ def test_every_encoder_is_measured_at_lengths_and_written(tmp_path, capsys):
     assert all(name in shown for name in names)
 
 
-def test_no_memory_but_that_of_materialised_attention_is_quadratic():
-    options = '--total-tokens 128 --most-seconds 60 --rounds 1 --models fastformer --allow-load'.split()
-    rows = main(['text', '--tokens', '128', '256', '512', *options])['rows']
-    for direction in ('forward', 'training'):
-        own = [row for row in rows if row['direction'] == direction]
-        exponents = {fit['name']: fit['exponent'] for fit in report_fits(own, '', ['peak_bytes']).fits}
-        assert exponents[MATERIALISED] > 1.5
-        assert 0.8 < exponents[BASELINE] < 1.1
-        assert 0.8 < exponents['fastformer'] < 1.1
-    forward, training = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    assert all(more['peak_bytes'] > less['peak_bytes'] for less, more in zip(forward, training, strict=True))
-
-
 @pytest.mark.usefixtures('unmetered')
-def test_every_encoder_is_measured_in_all_forms_of_a_request(tmp_path, capsys):
+def test_an_encoder_is_measured_in_all_forms_of_a_request(tmp_path, capsys):
     options = ['--rounds', '2', '--allow-load', '--json', str(tmp_path / 'figures.json')]
-    main(['text', '--behaviors', '9', '5', *options])
+    main(['text', '--behaviors', '9', '5', '--models', 'fastformer', *options])
     rows = json.loads((tmp_path / 'figures.json').read_text())['rows']
     found = [(row['behaviors'], row['what'], row['name']) for row in rows]
-    assert found == [(length, words, name) for length in (5, 9) for words in (WHOLE, KEPT, TRAINING) for name in ALL]
+    assert found == [(length, words, name) for length in (5, 9) for words in (WHOLE, KEPT, TRAINING) for name in NAMES]
     for row in rows:
         assert 0 < row['milliseconds'] <= row['p99_milliseconds']
         low, high = row['ratio_quartiles']

@@ -335,10 +335,7 @@ def test_what_a_picture_is_made_of_is_not_overwritten(picture, tmp_path, name):
         ([], '--images is missing'),
         (['--images', 'a', '--layers', '1'], '--layers belongs to --only biases or --only keys or --only attention;'),
         (['--images', 'a', '--exponentiated'], '--exponentiated belongs to --only biases;'),
-        (
-            ['--only', 'biases', '--images', 'a'],
-            '--images belongs to the page or --only keys or --only attention, got --only biases;',
-        ),
+        (['--only', 'biases', '--images', 'a'], '--images belongs to the page or --only keys or --only attention, got'),
         (['--only', 'biases', '--vit', 'a'], '--vit belongs to the page, got --only biases;'),
         (['--only', 'biases', '--query', '1', '1'], '--query belongs to the page or --only attention, got'),
         (['--only', 'keys', '--images', 'a', '--before', 'a'], '--before belongs to the page or --only biases, got'),
