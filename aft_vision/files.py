@@ -50,7 +50,7 @@ def older(path: Path, age: int) -> Path:
 def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
     """Yield a path to write; the complete file then replaces `path`, and after an error nothing changes.
 
-    The content is synced before the rename; permissions stay. A killed process leaves a folder `.NAME.*.tmp` beside it.
+    The content is synced before the rename; permissions stay. A killed process leaves a folder `.NAME.*.tmp` there.
 
     Args:
         keep: Number of files of this name to keep: `last.pth`, and before it `last-1.pth`, `last-2.pth`, ...

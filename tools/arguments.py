@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-# Beside the checkpoints of a run: its experiment and metrics, and what an exported folder is loaded from.
+# Next to the checkpoints of a run: its experiment and metrics, and what an exported folder is loaded from.
 MODEL_FILES = ('config.yaml', 'summary.csv', 'config.json', 'model.safetensors')
 DTYPES = ('float32', 'bfloat16', 'float16')
 

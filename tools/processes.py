@@ -14,7 +14,7 @@ GRACE_SECONDS = 10
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """Raise a KeyboardInterrupt at SIGTERM, as at Ctrl-C; in the main thread alone, which alone is told of signals."""
+    """Raise a KeyboardInterrupt at SIGTERM, as at Ctrl-C; only in the main thread, which gets the signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -75,7 +75,7 @@ class Augmentation:
         return self.mix_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
 
     @property
-    def mix_arguments(self) -> dict[str, float]:
+    def mix_arguments(self) -> dict[str, Any]:
         """Return the arguments of timm's classes of mixup and cutmix."""
         alphas = {'mixup_alpha': self.mixup, 'cutmix_alpha': self.cutmix}
         return {**alphas, 'prob': self.mix_prob, 'switch_prob': self.mix_switch_prob}

@@ -98,11 +98,11 @@ def encode(content: bytes, vocabulary: str, source: str = 'the text') -> np.ndar
     table = np.full(256, len(TEXT8), dtype=np.uint8)
     table[list(TEXT8)] = range(len(TEXT8))
     tokens = table[values]
-    astray = int(tokens.argmax())
-    if tokens[astray] == len(TEXT8):
+    outside = int(tokens.argmax())
+    if tokens[outside] == len(TEXT8):
         raise ValueError(
             f'expected bytes of the {len(TEXT8)} symbols of {vocabulary} (space, a to z) in {source}, '
-            f'got {values[astray]} ({chr(values[astray])!r}) at byte {astray}'
+            f'got {values[outside]} ({chr(values[outside])!r}) at byte {outside}'
         )
     return tokens
 

@@ -277,8 +277,8 @@ def _open_folder(folder: Path) -> Split:
     if not class_folders:
         flat = f'{len(paths)} images without one; {PREPARATION}' if paths else 'none'
         raise ValueError(f'expected one folder per class in {folder}, got {flat}')
-    astray = [path for path in paths if Path(path).parent.parent != folder]
-    return _make_split(folder, _FolderReader, paths, class_folders, astray, ignored)
+    outside = [path for path in paths if Path(path).parent.parent != folder]
+    return _make_split(folder, _FolderReader, paths, class_folders, outside, ignored)
 
 
 def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[str] | None = None) -> Split:
@@ -310,14 +310,14 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     splits = _split_folders(parents, path, None if undivided else wanted)
     inside = [name for name in members if splits & set(places[name].parents)]
     chosen = [name for name in images if places[name].parent.parent in splits]
-    astray = sorted({*inside}.intersection(images).difference(chosen))
+    outside = sorted({*inside}.intersection(images).difference(chosen))
     used = {places[name].parent.name for name in chosen}
     if '' in used:
         raise ValueError(f'expected images in class folders of {path}, got {len(chosen)} without one; {PREPARATION}')
     folders = {places[name].name for name in inside if members[name].isdir() and places[name].parent in splits}
     shown = {name for name in folders if not is_hidden(name) and name != MACOS_FOLDER}
     others = [kinds[name] for name in inside if not members[name].isdir() and kinds[name] not in suffixes]
-    split = _make_split(path, partial(_TarReader, members), chosen, [*used | shown], astray, Counter(others))
+    split = _make_split(path, partial(_TarReader, members), chosen, [*used | shown], outside, Counter(others))
     split.dataset.archive = path
     return split
 
@@ -327,20 +327,20 @@ def _make_split(
     make_reader: Callable[..., '_FolderReader'],
     paths: Sequence[str],
     class_folders: Sequence[str],
-    astray: Sequence[str],
+    outside: Sequence[str],
     ignored: Counter[str],
 ) -> Split:
     """Check and open the images of class folders.
 
     Args:
-        astray: Images in no class folder, which are an error.
+        outside: Images in no class folder, which are an error.
         ignored: As in FoundImages.
     """
     others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
     if not paths:
         raise ValueError(f'expected images in the class folders of {place}, got none{others}')
-    if astray:
-        raise ValueError(f'expected images only in the class folders of {place}, got {min(astray)}')
+    if outside:
+        raise ValueError(f'expected images only in the class folders of {place}, got {min(outside)}')
     labels = [os.path.basename(os.path.dirname(path)) for path in paths]
     without_images = sorted(set(class_folders) - set(labels))
     if without_images:

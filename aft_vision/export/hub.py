@@ -285,8 +285,8 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
     found += [PROCESSOR_USAGE] if 'preprocessor_config.json' in files else []
     found += [ONNX_USAGE.format(sizes=sizes)] if 'model.onnx' in files else []
     if 'model.pt2' in files:
-        least = ' of at least {} x {} pixels'.format(*smallest_size(model)) if takes_any_size(model) else ''
-        found.append(PT2_USAGE.format(sizes=sizes + least))
+        minimum = ' of at least {} x {} pixels'.format(*smallest_size(model)) if takes_any_size(model) else ''
+        found.append(PT2_USAGE.format(sizes=sizes + minimum))
     return ''.join([*found, NEEDS_PACKAGE, TIMM_USAGE.format(import_aft=IMPORT_AFT, mode=mode)]).rstrip()
 
 

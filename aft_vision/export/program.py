@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 # lowering='matmul' warns above this many bytes of constant matrices.
 LARGE_MATRICES = 2**28
 # Largest weights of one ONNX file in bytes: protocol buffers are limited to 2 GiB.
-LARGEST_ONNX = 2**31 - 2**27
+MAX_ONNX_BYTES = 2**31 - 2**27
 # Operator sets that torch writes; for others it prints a traceback and writes another one.
 OLDEST_OPSET, NEWEST_OPSET = 18, 25
 
@@ -174,8 +174,8 @@ def export_onnx(
     shape = shape or choose_shape(model, lowering=lowering)
     folded = fold(model, shape, lowering)
     size = sum(x.numel() * x.element_size() for x in folded.state_dict().values())
-    if size > LARGEST_ONNX:
-        raise ValueError(f'expected weights of at most {LARGEST_ONNX / 2**20:.0f} MiB, got {size / 2**20:.0f} MiB')
+    if size > MAX_ONNX_BYTES:
+        raise ValueError(f'expected weights of at most {MAX_ONNX_BYTES / 2**20:.0f} MiB, got {size / 2**20:.0f} MiB')
     program = torch.onnx.export(
         trace(folded, shape),
         input_names=[INPUT],
@@ -200,16 +200,16 @@ def export_onnx(
 
 def trace(model: nn.Module, shape: InputShape) -> torch.export.ExportedProgram:
     """Export the graph of a folded model with the dynamic sizes of a shape."""
-    patch, least = grid_steps(model)
+    patch, min_steps = grid_steps(model)
     height, width = shape.size
     sizes: dict[int, Any] = {}
     if shape.batch is None:
         sizes[0] = torch.export.Dim('batch', min=1)
     if not shape.fixed_size:
         # torch.export specialises on a square example.
-        sizes[2] = patch[0] * torch.export.Dim('rows', min=least)
-        sizes[3] = patch[1] * torch.export.Dim('columns', min=least)
-        height, width = max(height, least * patch[0]), max(width, least * patch[1]) + patch[1]
+        sizes[2] = patch[0] * torch.export.Dim('rows', min=min_steps)
+        sizes[3] = patch[1] * torch.export.Dim('columns', min=min_steps)
+        height, width = max(height, min_steps * patch[0]), max(width, min_steps * patch[1]) + patch[1]
     example = torch.zeros(shape.batch or 2, channels(model), height, width)
     with torch.no_grad():
         program = torch.export.export(model, (example,), dynamic_shapes=(sizes,) if sizes else None)
@@ -247,15 +247,15 @@ def _describe_axes(program: Any, model: nn.Module, shape: InputShape) -> None:
     patches = ir.node('Div', [found.outputs[0], step])
     whole = ir.node('Mul', [patches.outputs[0], step])
     # For a side below one patch: 0 would mean the side itself.
-    least = ir.node('Max', [whole.outputs[0], step])
-    target = ir.node('Concat', [kept, least.outputs[0]], attributes={'axis': 0})
+    positive = ir.node('Max', [whole.outputs[0], step])
+    target = ir.node('Concat', [kept, positive.outputs[0]], attributes={'axis': 0})
     name = f'height_and_width_must_be_multiples_of_{patch[0]}_and_{patch[1]}'
     checked = ir.node('Reshape', [images, target.outputs[0]], name=name)
     checked.outputs[0].shape, checked.outputs[0].type = images.shape, images.type
     ir.convenience.replace_all_uses_with(images, checked.outputs[0])
     for node in (found, checked):
         node.replace_input_with(0, images)
-    graph.insert_before(graph[0], [found, patches, whole, least, target, checked])
+    graph.insert_before(graph[0], [found, patches, whole, positive, target, checked])
 
 
 def require_onnx() -> None:

@@ -77,8 +77,8 @@ def grid_steps(model: nn.Module) -> tuple[Size, int]:
 
 def smallest_size(model: nn.Module) -> Size:
     """Return the smallest (H, W) in pixels of a program of torch.export of any size."""
-    (height, width), least = grid_steps(model)
-    return least * height, least * width
+    (height, width), min_steps = grid_steps(model)
+    return min_steps * height, min_steps * width
 
 
 @torch.no_grad()
@@ -118,10 +118,10 @@ def _cases(model: nn.Module, shape: InputShape) -> list[tuple[int, Size]]:
     batches = (1, 3) if shape.batch is None else (shape.batch, shape.batch)
     if shape.fixed_size:
         return [(batch, shape.size) for batch in sorted(set(batches))]
-    (height, width), least = grid_steps(model)
+    (height, width), min_steps = grid_steps(model)
     rows, columns = shape.size[0] // height, shape.size[1] // width
     kernels = [mixer.kernel.weight.shape[-1] for mixer in mixers_of(model, AFTConv)]
     largest = max([rows, columns, *kernels])
-    grids = [(rows, columns), (max(rows // 2, least), columns + 1), (largest + 2, largest + 1)]
+    grids = [(rows, columns), (max(rows // 2, min_steps), columns + 1), (largest + 2, largest + 1)]
     sizes = [(y * height, x * width) for y, x in grids]
     return list(zip((batches[0], batches[1], batches[0]), sizes, strict=True))

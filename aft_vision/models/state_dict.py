@@ -74,8 +74,8 @@ def find_grid(model: Any, patches: Tensor | None, num_tokens: int) -> tuple[int,
     Returns:
         The grid of `pretrained_cfg` if it fits, else the model's grid if it fits, else a square, else None.
     """
-    told = get_pretrained_grid_size(model, patches, num_tokens)
-    height, width = told or model.patch_embed.grid_size
+    stated = get_pretrained_grid_size(model, patches, num_tokens)
+    height, width = stated or model.patch_embed.grid_size
     side = math.isqrt(num_tokens)
     if height * width == num_tokens:
         return height, width

@@ -276,6 +276,6 @@ def overlay(photograph: Photograph, weights: Tensor) -> Tensor:
     grey = F.interpolate(grey, size, mode='bilinear', antialias=True)[0, 0]
     share = (weights / weights.max().clamp(min=1e-30)).cpu()
     share = share.repeat_interleave(step, 0).repeat_interleave(step, 1)
-    behind = 0.4 * 255 * (grey * (1 - share))[..., None]
+    background = 0.4 * 255 * (grey * (1 - share))[..., None]
     heat = torch.from_numpy(colormaps[HEAT](share.numpy(), bytes=True))[..., :3]
-    return (heat + behind).clamp(0, 255).to(torch.uint8)
+    return (heat + background).clamp(0, 255).to(torch.uint8)

@@ -85,7 +85,7 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
 
 
 def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Tensor:
-    """Read an image for the model alone: the `images` (1, C, H, W) of `load_photograph`, which takes longer.
+    """Read an image only for the model: the `images` (1, C, H, W) of `load_photograph`, which takes longer.
 
     Args:
         size: (H, W) in pixels; None means the model's evaluation size.

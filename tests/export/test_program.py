@@ -269,7 +269,7 @@ def test_a_form_of_the_custom_operator_is_rejected(tmp_path):
 
 def test_more_weights_than_a_file_holds_are_rejected(tmp_path, monkeypatch):
     pytest.importorskip('onnxruntime')
-    monkeypatch.setattr(program, 'LARGEST_ONNX', 2**10)
+    monkeypatch.setattr(program, 'MAX_ONNX_BYTES', 2**10)
     with pytest.raises(ValueError, match='expected weights of at most 0 MiB, got 0 MiB'):
         export_onnx(make(), tmp_path / 'model.onnx')
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 # Characters of an error that are shown; the JSON has all of it.
-LONGEST_ERROR = 100
+MAX_ERROR_LENGTH = 100
 
 
 class Report(NamedTuple):
@@ -24,7 +24,7 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for row, cells in zip(({}, *rows), table, strict=True):
         line = '  '.join(f'{cell:{side}{width}}' for cell, side, width in zip(cells, align, widths, strict=True))
-        reason = f'  {row["error"][:LONGEST_ERROR]}' if 'error' in row else ''
+        reason = f'  {row["error"][:MAX_ERROR_LENGTH]}' if 'error' in row else ''
         lines.append(line.rstrip() + reason)
     return '\n'.join(lines)
 

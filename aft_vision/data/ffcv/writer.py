@@ -30,7 +30,7 @@ from aft_vision.files import replacing
 # Number of images to read back after writing.
 CHECKED = 256
 # The side in pixels of the largest square that fits into a page of 2**30 bytes; FFCV does not read back larger pages.
-LARGEST_SIDE = 18918
+MAX_SIDE = 18918
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class BetonOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_resolution is not None and not 1 <= self.max_resolution <= LARGEST_SIDE:
-            raise ValueError(f'expected max_resolution to be from 1 to {LARGEST_SIDE}, got {self.max_resolution}')
+        if self.max_resolution is not None and not 1 <= self.max_resolution <= MAX_SIDE:
+            raise ValueError(f'expected max_resolution to be from 1 to {MAX_SIDE}, got {self.max_resolution}')
         if not 1 <= self.jpeg_quality <= 100:
             raise ValueError(f'expected jpeg_quality to be in [1, 100], got {self.jpeg_quality}')
         if not 0 <= self.raw_share <= 1:
