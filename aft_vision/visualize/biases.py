@@ -22,13 +22,13 @@ from aft_vision.visualize.figure import (
 )
 
 # Title, note, ends of the scale and colours of a picture.
-EXPONENTIATED = (
+EXPONENTIATED: tuple[str, str, tuple[str, ...], str] = (
     'Exponentiated position biases exp(w)',
     'The bias multiplies the weight of a source by exp(w). Below: the smallest and the largest.',
     ('smallest', 'largest'),
     SEQUENTIAL,
 )
-CENTRED = (
+CENTRED: tuple[str, str, tuple[str, ...], str] = (
     'Position biases exp(w) - 1',
     'Red: the bias increases the weight of a source; blue: decreases it; white: no change.\n'
     'Each picture has its own scale, given below it.',
@@ -176,7 +176,8 @@ def draw_position_biases(
         rows = _rows(each, heads, layers, exponentiated)
         # The rows of both models show the same layers.
         blocks.append(Block(title, [('' if blocks else label, cells) for label, cells in rows]))
-    return draw_grid(blocks, *(EXPONENTIATED if exponentiated else CENTRED), side=0.62 if len(heads) > 1 else 1.7)
+    title, note, ends, cmap = EXPONENTIATED if exponentiated else CENTRED
+    return draw_grid(blocks, title, note, ends, cmap, 0.62 if len(heads) > 1 else 1.7)
 
 
 def _rows(
