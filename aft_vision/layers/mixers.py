@@ -502,6 +502,17 @@ class AFTConv(GridMixer):
         kernel = self.kernel()
         return ops.hard_kernel(kernel) if self.gumbel else kernel
 
+    def onehot(self) -> 'AFTOnehot':
+        """Build the one-hot mixer of one trained with gumbel=True, with the same projections (AFT Eq. 10)."""
+        parameter, heads = self.kernel.weight, self.split_sizes[-2]
+        # On the meta device, because the projections are replaced.
+        mixer = AFTOnehot(self.split_sizes[-1], heads, parameter.shape[-1], query_gate=self.query_gate, device='meta')
+        mixer.offset, weight = ops.onehot_kernel(self.kernel())
+        mixer.weight = nn.Parameter(weight.clone(), requires_grad=parameter.requires_grad)
+        mixer.qkv, mixer.proj, mixer.proj_drop = self.qkv, self.proj, self.proj_drop
+        mixer.local_conv, mixer.exportable = self.local_conv, self.exportable
+        return mixer.train(self.training)
+
     def _bias_outside(self) -> float:
         return 0.0 if self.global_context else -torch.inf
 

@@ -7,8 +7,7 @@ import torch
 from timm.utils import unwrap_model
 from torch import nn
 
-from aft_vision import ops
-from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot, aft_mixers
+from aft_vision.layers import AFTMixer, AFTOnehot, aft_mixers
 from aft_vision.layers.mixers import flat_arguments
 from aft_vision.models.aft_vit import AFTVisionTransformer
 
@@ -35,21 +34,14 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
     for mixer in mixers:
         if mixer.name == 'onehot':
             raise ValueError(f"expected {wanted}, got mixer='onehot', which is a one-hot model already")
-        if not isinstance(mixer, AFTConv):
-            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r}, which has no gumbel: train an AFT-conv')
-        if not mixer.gumbel:
-            raise ValueError(f"expected {wanted}, got mixer='conv' with gumbel=False: train it with gumbel=True")
+        if not getattr(mixer, 'gumbel', False):
+            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r} without it: train an AFT-conv with it')
     copied: Any = copy.deepcopy(model)
     for block in copied.blocks:
-        old = block.attn
-        if not isinstance(old, AFTConv):
-            continue
-        block.attn = _onehot_of(old)
-        block.attn.qkv, block.attn.proj, block.attn.proj_drop = old.qkv, old.proj, old.proj_drop
-        block.attn.local_conv, block.attn.exportable = old.local_conv, old.exportable
-        block.attn.train(old.training)
+        if hasattr(block.attn, 'onehot'):
+            block.attn = block.attn.onehot()
     # The arguments from which timm rebuilds it, without those that only AFT-conv has.
-    left_out = AFTConv.arguments().keys() - AFTOnehot.arguments().keys()
+    left_out = mixers[0].arguments().keys() - AFTOnehot.arguments().keys()
     arguments = flat_arguments(getattr(model, '_model_args', {}))
     copied._model_args = {name: x for name, x in arguments.items() if name not in left_out} | {'mixer': 'onehot'}
     return copied
@@ -66,8 +58,10 @@ def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
     Raises:
         ValueError: the model is not a one-hot model.
     """
-    rows = []
-    for layer, mixer in enumerate(_onehot_mixers(unwrap_model(model)), start=1):
+    rows, wanted = [], 'a one-hot model, as `harden` makes it'
+    for layer, mixer in enumerate(_mixers(unwrap_model(model), wanted), start=1):
+        if not isinstance(mixer, AFTOnehot):
+            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r}')
         distance = mixer.offset.double().norm(dim=1)
         rows.append(
             {
@@ -87,29 +81,3 @@ def _mixers(model: nn.Module, wanted: str) -> list[AFTMixer]:
     if not isinstance(model, AFTVisionTransformer):
         raise ValueError(f'expected {wanted}, got {type(model).__name__}, which is no AFT model')
     return aft_mixers(model)
-
-
-def _onehot_mixers(model: nn.Module) -> list[AFTOnehot]:
-    wanted = 'a one-hot model, as `harden` makes it'
-    found = []
-    for mixer in _mixers(model, wanted):
-        if not isinstance(mixer, AFTOnehot):
-            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r}')
-        found.append(mixer)
-    return found
-
-
-def _onehot_of(conv: AFTConv) -> AFTOnehot:
-    parameter = conv.kernel.weight
-    # On the meta device, because the projections are replaced.
-    mixer = AFTOnehot(
-        dim=conv.split_sizes[-1],
-        num_heads=conv.split_sizes[-2],
-        kernel_size=parameter.shape[-1],
-        query_gate=conv.query_gate,
-        local_conv=conv.local_conv is not None,
-        device='meta',
-    )
-    mixer.offset, weight = ops.onehot_kernel(conv.kernel())
-    mixer.weight = nn.Parameter(weight.clone(), requires_grad=parameter.requires_grad)
-    return mixer
