@@ -18,7 +18,7 @@ from torch import nn
 
 from aft_vision.commandline import print_once
 from aft_vision.data.ranges import Range, check_range
-from aft_vision.layers.mixers import MIXERS, mixer_arguments
+from aft_vision.layers.mixers import CAUSAL_MIXERS, MIXERS, AFTMixer, mixer_arguments
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
@@ -49,8 +49,6 @@ WEIGHT_MEANINGS = {
 PREPROCESSING_KEYS = ('img_size', 'crop_pct')
 # The text of `--keys` for an argument whose default depends on the model, and for one without a description.
 OF_NAME, OF_TIMM = '(of model.name)', "As in timm's VisionTransformer."
-# Arguments of pixel and character models that not every mixer has.
-MIXER_ARGUMENTS = ('window', 'bias_dim', 'factorize_bias', 'num_heads')
 # An entry of the section `Args` or `Attributes` of a docstring.
 ENTRY = re.compile(
     r'^    (?P<names>[a-z0-9_]+(?:, [a-z0-9_]+)*): (?P<text>.*?)(?=^    \S|^\S|\Z)', re.MULTILINE | re.DOTALL
@@ -242,7 +240,7 @@ def is_recipe_of_images(key: str) -> bool:
 
 def is_recipe_of_sequences(key: str) -> bool:
     """Return whether an argument is not one of the mixer: the names of pixel and character models say no size."""
-    return key not in ('mixer', *MIXER_ARGUMENTS)
+    return key not in ('mixer', 'mixer_args', *mixer_arguments(CAUSAL_MIXERS.values()))
 
 
 def model_takes(name: str, key: str, value: Any) -> bool:
@@ -261,14 +259,9 @@ def model_takes(name: str, key: str, value: Any) -> bool:
 
 def decoder_takes(name: str, key: str, value: Any) -> bool:
     """Return whether a pixel or character model has an argument; True for any other name."""
-    if name not in DECODERS or key not in MIXER_ARGUMENTS:
+    if name not in DECODERS or key not in mixer_arguments(CAUSAL_MIXERS.values()):
         return True
-    try:
-        # The value 1 is valid for any width.
-        create_decoder(name, **{'depth': 1, 'device': 'meta', key: value if isinstance(value, bool) else 1})
-    except ValueError:
-        return False
-    return True
+    return key in type(create_decoder(name, depth=1, device='meta').blocks[0].attn).arguments()
 
 
 def _check_reserved(kwargs: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
@@ -292,23 +285,24 @@ def model_schema(module: str = 'aft_vision') -> type:
 
     classes: tuple[type, ...] = (VisionTransformer, AFTVisionTransformer)
     if module in VIT_MODULES:
-        return _schema((VisionTransformer,), tuple(WEIGHT_KEYS.items()), tuple(RESERVED_MODEL_KEYS))
+        return _schema((VisionTransformer,), (), tuple(WEIGHT_KEYS.items()))
     if module == AFTPyramid.__module__:
         classes = (AFTPyramid,)
-    return _schema(classes, (*mixer_arguments().items(), *WEIGHT_KEYS.items()), tuple(RESERVED_MODEL_KEYS))
+    return _schema(classes, tuple(MIXERS.values()), tuple(WEIGHT_KEYS.items()))
 
 
 def decoder_schema() -> type:
     """Return the keyword arguments of a pixel or character model as a dataclass."""
-    return _schema((AFTDecoder,), (), tuple(RESERVED_DECODER_KEYS))
+    return _schema((AFTDecoder,), tuple(CAUSAL_MIXERS.values()), ())
 
 
 @cache
-def _schema(classes: tuple[type, ...], more: tuple[tuple[str, Any], ...], reserved: tuple[str, ...]) -> type:
-    """Return the keyword arguments of classes, and more, as a dataclass; types unknown to OmegaConf become Any."""
-    known = mixer_arguments()
-    of_mixers = {name: text for name, text in meanings_of(*MIXERS.values()).items() if name in known}
-    arguments, meanings = dict(more), {**WEIGHT_MEANINGS, **of_mixers, **meanings_of(*classes)}
+def _schema(classes: tuple[type, ...], mixers: tuple[type[AFTMixer], ...], more: tuple[tuple[str, Any], ...]) -> type:
+    """Return arguments of models, of mixers, and more, as a dataclass; types unknown to OmegaConf become Any."""
+    arguments = {**mixer_arguments(mixers), **dict(more)}
+    of_mixers = {name: text for name, text in meanings_of(*mixers).items() if name in arguments}
+    meanings = {**WEIGHT_MEANINGS, **of_mixers, **meanings_of(*classes)}
+    reserved = {*RESERVED_MODEL_KEYS, *RESERVED_DECODER_KEYS}
     for cls in classes:
         hints = typing.get_type_hints(typing.cast(Any, cls).__init__)
         for parameter in inspect.signature(cls).parameters.values():

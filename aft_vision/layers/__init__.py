@@ -1,7 +1,7 @@
 """Modules: the AFT token mixers, their position biases, and the patch embedding and the block around them."""
 
 from aft_vision.layers.block import AFTBlock, AFTPatchEmbed, fix_trained_size
-from aft_vision.layers.causal import CausalAttention, CausalBlock, CausalFull, CausalLocal, CausalSimple, KeyValueState
+from aft_vision.layers.causal import CausalAttention, CausalBlock, CausalFull, CausalLocal, CausalMixer, CausalSimple
 from aft_vision.layers.mixers import (
     AFTAxial,
     AFTConv,

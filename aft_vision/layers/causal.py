@@ -18,12 +18,23 @@ from torch.nn.modules import module as torch_module
 from aft_vision import ops
 from aft_vision.layers.block import AFTBlock
 from aft_vision.layers.fused import FusedLinear, InplaceGELU
-from aft_vision.layers.mixers import AFTFull, AFTLocal, AFTMixer, AFTSimple, resolve_num_heads
+from aft_vision.layers.mixers import (
+    CAUSAL_MIXERS,
+    AFTFull,
+    AFTLocal,
+    AFTMixer,
+    AFTSimple,
+    find_mixer,
+    register_mixer,
+    resolve_num_heads,
+)
 from aft_vision.layers.position_bias import FactorizedBias
 
 
 class CausalMixer(AFTMixer):
-    """The decoding methods that the causal mixers share."""
+    """A mixer of sequences. For decoding it defines `init_state`, `mix_step` and, to be faster, `prefill`."""
+
+    causal = True
 
     def mix_step(self, projected: Tensor, state: Any) -> Tensor:
         """Mix one token, given its concatenated query, key and value; the output projection is not applied."""
@@ -33,13 +44,19 @@ class CausalMixer(AFTMixer):
         """Take one token."""
         return self.proj_drop(self.proj(self.mix_step(self.qkv(x), state)))
 
+    def prefill(self, x: Tensor, state: Any) -> Tensor:
+        """Take several tokens."""
+        return torch.stack([self.step(token, state) for token in x.unbind(1)], 1)
 
+
+@register_mixer
 class CausalLocal(AFTLocal, CausalMixer):
-    """Causal AFT-local (AFT Eq. 4): `AFTLocal` with a state of s tokens."""
+    """Causal AFT-local (AFT Eq. 4): `AFTLocal` with a state of s tokens, the window."""
 
-    def __init__(self, dim: int, num_tokens: int, window_size: int, **kwargs: Any) -> None:
-        super().__init__(dim, num_tokens, window_size, causal=True, **kwargs)
-        self.window = min(window_size, num_tokens)
+    given = ('num_tokens', 'grid', 'window_size')
+
+    def __init__(self, dim: int, num_tokens: int, window: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_tokens, window, **kwargs)
 
     def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> ops.LocalState:
         """Return the state before the first token."""
@@ -60,12 +77,9 @@ class CausalLocal(AFTLocal, CausalMixer):
         return self.position_bias(copy=False)[start : start + tokens]
 
 
+@register_mixer
 class CausalFull(AFTFull, CausalMixer):
     """Causal AFT-full (AFT Eq. 2): `AFTFull` with a state of all T tokens."""
-
-    def __init__(self, dim: int, num_tokens: int, **kwargs: Any) -> None:
-        super().__init__(dim, num_tokens, causal=True, **kwargs)
-        self.window = num_tokens
 
     # Decoding is that of AFT-local with a window of all T tokens.
     init_state = CausalLocal.init_state
@@ -78,11 +92,9 @@ class CausalFull(AFTFull, CausalMixer):
         return bias.gather(1, (last + 1 + torch.arange(self.window, device=bias.device)) % self.window)
 
 
+@register_mixer
 class CausalSimple(AFTSimple, CausalMixer):
     """Causal AFT-simple (AFT Eq. 5): `AFTSimple` with a state of the size of one token."""
-
-    def __init__(self, dim: int, **kwargs: Any) -> None:
-        super().__init__(dim, causal=True, **kwargs)
 
     def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> ops.SimpleState:
         """Return the state before the first token."""
@@ -105,6 +117,7 @@ class KeyValueState(NamedTuple):
     position: Tensor
 
 
+@register_mixer
 class CausalAttention(CausalMixer):
     """Causal dot-product attention, for the Transformer baselines of AFT Tables 2 and 4.
 
@@ -118,6 +131,8 @@ class CausalAttention(CausalMixer):
         ValueError: num_heads does not divide dim.
         TypeError: query_gate is given, which attention does not have.
     """
+
+    name = 'attention'
 
     def __init__(self, dim: int, num_tokens: int, num_heads: int, **kwargs: Any) -> None:
         if not kwargs.pop('query_gate', True):
@@ -183,20 +198,12 @@ class CausalAttention(CausalMixer):
         return self.proj_drop(self.proj(y.transpose(1, 2).flatten(2)))
 
 
-MIXERS: dict[str, type[AFTMixer]] = {
-    'local': CausalLocal,
-    'simple': CausalSimple,
-    'full': CausalFull,
-    'attention': CausalAttention,
-}
-
-
 class CausalBlock(AFTBlock):
     """`AFTBlock` around a causal mixer, with decoding.
 
     Args:
         dim: channels C.
-        mixer: 'local', 'simple', 'full' or 'attention'.
+        mixer: 'local', 'simple', 'full', 'attention', or the name of a registered causal mixer.
         kwargs: of `AFTBlock` and of the mixer.
 
     Raises:
@@ -208,9 +215,7 @@ class CausalBlock(AFTBlock):
     attn: Any
 
     def __init__(self, dim: int, mixer: str, **kwargs: Any) -> None:
-        if mixer not in MIXERS:
-            raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {mixer!r}')
-        super().__init__(dim, mixer=MIXERS[mixer], **kwargs)
+        super().__init__(dim, mixer=find_mixer(mixer, CAUSAL_MIXERS), **kwargs)
 
     def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
         """Return the mixer's state before the first token."""
@@ -233,7 +238,7 @@ LINEAR = (nn.Linear, FusedLinear)
 # The modules of a block that `compile_decoder` supports, and their types.
 COMPILED: dict[str, tuple[type[nn.Module], ...]] = {
     'norm1': (LayerNorm,),
-    'attn': tuple(MIXERS.values()),
+    'attn': (CausalLocal, CausalFull, CausalSimple, CausalAttention),
     'attn.qkv': LINEAR,
     'attn.proj': (*LINEAR, nn.Identity),
     'attn.proj_drop': (nn.Dropout,),

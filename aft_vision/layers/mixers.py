@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Final, TypeVar
 
 import torch
@@ -46,7 +46,8 @@ class AFTMixer(nn.Module):
         on_grid: mixes a grid of any size, without class token and position embedding, and may have several heads.
         bias_names: its parameters that are position biases, as patterns: they have no weight decay.
         lowerings: those of `freeze` among which an export chooses.
-        causal: masks the future.
+        causal: masks the future: a mixer of sequences, not of images.
+        given: arguments that models, or the class itself, give its constructors: a user does not choose them.
 
     Args:
         dim: channels C of the input and output, and D of the operation.
@@ -62,7 +63,8 @@ class AFTMixer(nn.Module):
     on_grid: ClassVar[bool] = False
     bias_names: ClassVar[tuple[str, ...]] = ()
     lowerings: ClassVar[tuple[str, ...]] = ()
-    causal: bool = False
+    causal: ClassVar[bool] = False
+    given: ClassVar[tuple[str, ...]] = ('num_tokens', 'grid', 'window')
     # TorchScript reads Final annotations only from the last subclass, but these from every class.
     __constants__: ClassVar[list[str]] = ['causal', 'exportable', 'query_gate']
 
@@ -126,7 +128,7 @@ class AFTMixer(nn.Module):
     @classmethod
     def arguments(cls) -> dict[str, Any]:
         """Return the arguments that a user of a model chooses and that not every mixer has, with their types."""
-        given = {*AFTMixer.parameters_of_init(), *GIVEN_BY_MODEL}
+        given = {*AFTMixer.parameters_of_init(), *cls.given}
         return {name: hint for name, hint in cls.parameters_of_init().items() if name not in given}
 
     @classmethod
@@ -209,8 +211,9 @@ class AFTMixer(nn.Module):
         return None, parts[0], parts[1]
 
 
-# Mixers of images by their names.
+# Mixers of images, and of sequences, by their names.
 MIXERS: dict[str, type[AFTMixer]] = {}
+CAUSAL_MIXERS: dict[str, type[AFTMixer]] = {}
 Kind = TypeVar('Kind', bound=type[AFTMixer])
 
 
@@ -226,8 +229,9 @@ def register_mixer(kind: Kind) -> Kind:
             f'{kind.__name__} has position biases, {", ".join(kind.bias_names)}: it must define learned_bias() and '
             'dense_bias(), which pictures and reports read'
         )
-    if MIXERS.setdefault(kind.name, kind) is not kind:
-        raise ValueError(f'the mixer {kind.name!r} is registered: {MIXERS[kind.name].__name__}; choose another name')
+    known = (CAUSAL_MIXERS if kind.causal else MIXERS).setdefault(kind.name, kind)
+    if known is not kind:
+        raise ValueError(f'the mixer {kind.name!r} is registered: {known.__name__}; choose another name')
     return kind
 
 
@@ -295,7 +299,6 @@ class PairMixer(AFTMixer):
         grid: (H, W) of the tokens after the prefix; the bias is resampled for other grids.
         factorize_bias: False stores the whole (T, T) bias (Tables 3 and 9).
         bias_dim: width d' of the factors.
-        causal: mask the future.
         kwargs: of `AFTMixer`.
     """
 
@@ -309,18 +312,16 @@ class PairMixer(AFTMixer):
         grid: tuple[int, int] | None = None,
         factorize_bias: bool = True,
         bias_dim: int = 128,
-        causal: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, dim, device=device, dtype=dtype, **kwargs)
-        self.causal = causal
-        self.position_bias: FactorizedBias | PairwiseBias
-        if factorize_bias:
-            self.position_bias = FactorizedBias(num_tokens, bias_dim, grid, window, causal, device=device, dtype=dtype)
-        else:
-            self.position_bias = PairwiseBias(num_tokens, grid, window, causal, device=device, dtype=dtype)
+        self.window = num_tokens if window is None else min(window, num_tokens)
+        place: Any = dict(grid=grid, window=window, causal=self.causal, device=device, dtype=dtype)
+        self.position_bias: FactorizedBias | PairwiseBias = (
+            FactorizedBias(num_tokens, bias_dim, **place) if factorize_bias else PairwiseBias(num_tokens, **place)
+        )
         self.reset_parameters()
 
     def init_weights(self) -> None:
@@ -420,15 +421,13 @@ class AFTSimple(AFTMixer):
 
     Args:
         dim: channels C.
-        causal: mask the future.
         kwargs: of `AFTMixer`.
     """
 
     name = 'simple'
 
-    def __init__(self, dim: int, causal: bool = False, **kwargs: Any) -> None:
+    def __init__(self, dim: int, **kwargs: Any) -> None:
         super().__init__(dim, dim, **kwargs)
-        self.causal = causal
         self.reset_parameters()
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
@@ -449,7 +448,7 @@ class AFTConv(GridMixer):
         global_context: False gives tokens outside the window no weight (the degenerate variant of Sec. 5.3).
         gumbel: one biased offset per head: sampled in training, the one with the largest bias in evaluation (AFT Eq.
             10).
-        tau: temperature of that sample, 0.5 by default; may change during training.
+        tau: temperature of the Gumbel sample, 0.5 by default; may change during training.
         straight_through: in training too, bias only the offset with the largest entry, with the gradient of the sample.
         kwargs: of `GridMixer`.
     """
@@ -711,33 +710,34 @@ def kernel_rows(kernel: Tensor, grid: tuple[int, int], targets: Tensor, outside:
     return torch.where(inside, taps, taps.new_tensor(outside))
 
 
-# Arguments that models give a mixer by themselves, or that are of causal models.
-GIVEN_BY_MODEL = ('num_tokens', 'grid', 'window', 'causal')
 Mixer = TypeVar('Mixer', bound=AFTMixer)
 
 
-def find_mixer(name: str) -> type[AFTMixer]:
+def find_mixer(name: str, mixers: Mapping[str, type[AFTMixer]] = MIXERS) -> type[AFTMixer]:
     """Return the class of a registered mixer.
 
     Raises:
         ValueError: the name is unknown.
     """
-    if name not in MIXERS:
-        raise ValueError(f'mixer must be one of {", ".join(MIXERS)}, got {name!r}')
-    return MIXERS[name]
+    if name not in mixers:
+        raise ValueError(f'mixer must be one of {", ".join(mixers)}, got {name!r}')
+    return mixers[name]
 
 
-def mixer_arguments() -> dict[str, Any]:
-    """Return the arguments that some of the registered mixers have, with their types; None leaves one out."""
+def mixer_arguments(kinds: Iterable[type[AFTMixer]]) -> dict[str, Any]:
+    """Return the arguments that some classes of mixers have, with their types; None leaves one out."""
     found: dict[str, Any] = {}
-    for kind in MIXERS.values():
+    for kind in kinds:
         for name, hint in kind.arguments().items():
             found[name] = found.get(name) | hint
     return found
 
 
 def split_arguments(
-    name: str, flat: Mapping[str, Any], mixer_args: Mapping[str, Any] | None
+    name: str,
+    flat: Mapping[str, Any],
+    mixer_args: Mapping[str, Any] | None,
+    mixers: Mapping[str, type[AFTMixer]] = MIXERS,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the arguments of a model into those of its mixer, without those that are None, and all others.
 
@@ -745,16 +745,22 @@ def split_arguments(
         name: of the mixer.
         flat: arguments of the model.
         mixer_args: further ones of the mixer, which replace those.
+        mixers: those of images, or of sequences.
 
     Raises:
-        TypeError: the mixer has no such argument.
+        TypeError: the mixer has no such argument, or needs another.
     """
-    taken, known = find_mixer(name).arguments(), mixer_arguments()
+    kind, known = find_mixer(name, mixers), mixer_arguments(mixers.values())
+    taken = kind.arguments()
     own = {**{each: value for each, value in flat.items() if each in known}, **(mixer_args or {})}
     chosen = {each: value for each, value in own.items() if value is not None}
     strange = sorted(chosen.keys() - taken.keys())
     if strange:
         raise TypeError(f'mixer={name!r} has no {", ".join(strange)}; it takes {", ".join(taken) or "none"}')
+    required = [each.name for each in inspect.signature(kind).parameters.values() if each.default is each.empty]
+    missing = [each for each in required if each in taken and each not in chosen]
+    if missing:
+        raise TypeError(f'mixer={name!r} needs {", ".join(missing)}')
     return chosen, {each: value for each, value in flat.items() if each not in known}
 
 

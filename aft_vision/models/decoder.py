@@ -1,6 +1,8 @@
 """Autoregressive models of tokens on AFT blocks: likelihood and decoding sessions (AFT Sec. 5.1, 5.2)."""
 
+import inspect
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +12,7 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from aft_vision.layers.causal import CausalBlock
+from aft_vision.layers.mixers import CAUSAL_MIXERS, split_arguments
 from aft_vision.models.session import DecoderState, Session, can_check_values, check_given
 from aft_vision.modes import in_evaluation
 
@@ -29,7 +32,9 @@ class AFTDecoder(nn.Module):
         vocab_size: V.
         dim: channels C.
         depth: number of blocks.
-        mixer: 'local', 'simple', 'full' (AFT Eq. 4, 5, 2, causal), or 'attention' (dot-product).
+        mixer: 'local', 'simple', 'full' (AFT Eq. 4, 5, 2, causal), 'attention' (dot-product), or the name of a causal
+            mixer that `aft_vision.layers.register_mixer` registered.
+        mixer_args: arguments of the mixer's class by name. Each is also an argument of the model.
         window: s of 'local': the token and the s - 1 tokens before it have position biases.
         num_heads: heads of 'attention'.
         mlp_ratio: hidden width of the MLP divided by C.
@@ -40,9 +45,11 @@ class AFTDecoder(nn.Module):
         qkv_bias: biases on queries, keys and values.
         dropout: rate after the embeddings, the mixers and in the MLPs.
         tie_embedding: True uses the token embedding as the head.
+        kwargs: of the mixer.
 
     Raises:
-        ValueError: a size is out of range, the mixer is unknown, or it has no such argument.
+        TypeError: an argument is unknown, not supported by the mixer, or missing.
+        ValueError: a size is out of range, or the mixer is unknown.
     """
 
     def __init__(
@@ -52,11 +59,8 @@ class AFTDecoder(nn.Module):
         dim: int = 256,
         depth: int = 24,
         mixer: str = 'local',
-        window: int | None = None,
-        num_heads: int | None = None,
+        mixer_args: Mapping[str, Any] | None = None,
         mlp_ratio: float = 4.0,
-        bias_dim: int | None = None,
-        factorize_bias: bool | None = None,
         out_proj: bool = True,
         query_gate: bool = True,
         qkv_bias: bool = True,
@@ -64,7 +68,12 @@ class AFTDecoder(nn.Module):
         tie_embedding: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **kwargs: Any,
     ) -> None:
+        chosen, others = split_arguments(mixer, kwargs, mixer_args, CAUSAL_MIXERS)
+        if others:
+            taken = ', '.join([*inspect.signature(AFTDecoder).parameters][:-1])
+            raise TypeError(f'{type(self).__name__} has no {", ".join(others)}; it takes {taken}')
         super().__init__()
         for name, value in dict(context=context, vocab_size=vocab_size, dim=dim, depth=depth).items():
             if value < 1:
@@ -78,10 +87,9 @@ class AFTDecoder(nn.Module):
         self.start_embed = nn.Parameter(torch.empty(dim, **dd))
         self.pos_embed = nn.Parameter(torch.empty(context, dim, **dd))
         self.embed_drop = nn.Dropout(dropout)
-        mixer_args = _mixer_arguments(
-            mixer, context, window=window, num_heads=num_heads, bias_dim=bias_dim, factorize_bias=factorize_bias
-        )
-        block_args: dict[str, Any] = dict(mlp_ratio=mlp_ratio, proj_drop=dropout, out_proj=out_proj, **mixer_args)
+        block_args: dict[str, Any] = dict(mlp_ratio=mlp_ratio, proj_drop=dropout, out_proj=out_proj, **chosen)
+        if 'num_tokens' in CAUSAL_MIXERS[mixer].parameters_of_init():
+            block_args['num_tokens'] = context
         self.blocks: Any = nn.ModuleList(
             CausalBlock(dim, mixer, query_gate=query_gate, qkv_bias=qkv_bias, **block_args, **dd) for _ in range(depth)
         )
@@ -249,24 +257,3 @@ class AFTDecoder(nn.Module):
             session = session.reorder(index) if num_samples > 1 else session
             completed[:, first:last] = session.complete(completed[:, first:last], given[index, first:last], **rules)
         return completed
-
-
-def _mixer_arguments(mixer: str, context: int, **chosen: Any) -> dict[str, Any]:
-    taken = {
-        'local': ('window', 'bias_dim', 'factorize_bias'),
-        'full': ('bias_dim', 'factorize_bias'),
-        'simple': (),
-        'attention': ('num_heads',),
-    }
-    if mixer not in taken:
-        raise ValueError(f'mixer must be one of {", ".join(taken)}, got {mixer!r}')
-    given = {name: value for name, value in chosen.items() if value is not None}
-    strange = sorted(given.keys() - set(taken[mixer]))
-    if strange:
-        raise ValueError(f'mixer={mixer!r} has no {", ".join(strange)}; it takes {", ".join(taken[mixer]) or "none"}')
-    for name in ('window', 'num_heads'):
-        if name in taken[mixer] and name not in given:
-            raise ValueError(f'mixer={mixer!r} needs {name}')
-    if 'window' in given:
-        given['window_size'] = given.pop('window')
-    return given if mixer == 'simple' else {'num_tokens': context, **given}

@@ -1,6 +1,5 @@
 """The pixel and character models by name, and their checkpoints."""
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,10 @@ def create_decoder(name: str, **kwargs: Any) -> AFTDecoder:
     if name not in DECODERS:
         raise ValueError(f'the model must be one of {", ".join(DECODERS)}, got {name!r}')
     task, build = DECODERS[name]
-    known = set(inspect.signature(AFTDecoder).parameters)
-    if task == 'pixel':
-        known.add('img_size')
-    unknown = sorted(kwargs.keys() - known)
-    if unknown:
-        raise ValueError(f'{name} has no argument {", ".join(unknown)}; it takes {", ".join(sorted(known))}')
-    model = build(**kwargs)
+    try:
+        model = build(**kwargs)
+    except TypeError as error:
+        raise ValueError(f'{name}: {error}') from error
     # A checkpoint may be loaded on a machine without that device.
     kept = {key: value for key, value in kwargs.items() if key != 'device'}
     model.task, model.model_args = task, {'name': name, 'kwargs': kept}

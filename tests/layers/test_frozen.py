@@ -8,7 +8,7 @@ import torch
 from helpers import assert_close, randn
 from torch import nn
 
-from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple
+from aft_vision.layers import AFTAxial, AFTConv, AFTFull, AFTLocal, AFTMixer, AFTSimple, CausalFull
 from aft_vision.ops import aten, reference
 
 GRID = (3, 4)
@@ -93,5 +93,5 @@ def test_what_cannot_be_frozen_is_rejected():
         AFTConv(8).freeze(GRID, 'fft')
     with pytest.raises(ValueError, match="lowering='matmul' needs the token grid"):
         AFTConv(8).freeze(None, 'matmul')
-    with pytest.raises(ValueError, match='got a causal AFTFull, which has no aten form'):
-        AFTFull(8, num_tokens=12, causal=True).freeze(None)
+    with pytest.raises(ValueError, match='got a causal CausalFull, which has no aten form'):
+        CausalFull(8, num_tokens=12).freeze(None)

@@ -26,6 +26,9 @@ from aft_vision.layers import (
     AFTOnehot,
     AFTSimple,
     AxisBias,
+    CausalFull,
+    CausalLocal,
+    CausalSimple,
     create_mixer,
     position_bias,
     register_mixer,
@@ -35,12 +38,12 @@ GRID = (3, 4)
 MAKERS: dict[str, Callable[..., AFTMixer]] = {
     'full': lambda **kw: AFTFull(8, num_tokens=12, bias_dim=4, grid=GRID, **kw),
     'full_whole_bias': lambda **kw: AFTFull(8, num_tokens=12, factorize_bias=False, grid=GRID, **kw),
-    'full_causal': lambda **kw: AFTFull(8, num_tokens=12, bias_dim=4, causal=True, **kw),
+    'full_causal': lambda **kw: CausalFull(8, num_tokens=12, bias_dim=4, **kw),
     'local': lambda **kw: AFTLocal(8, num_tokens=12, window_size=3, bias_dim=4, grid=GRID, **kw),
     'local_whole_bias': lambda **kw: AFTLocal(8, num_tokens=12, window_size=3, factorize_bias=False, grid=GRID, **kw),
-    'local_causal': lambda **kw: AFTLocal(8, num_tokens=12, window_size=3, bias_dim=4, causal=True, **kw),
+    'local_causal': lambda **kw: CausalLocal(8, num_tokens=12, window=3, bias_dim=4, **kw),
     'simple': lambda **kw: AFTSimple(8, **kw),
-    'simple_causal': lambda **kw: AFTSimple(8, causal=True, **kw),
+    'simple_causal': lambda **kw: CausalSimple(8, **kw),
     'conv': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, **kw),
     'conv_raw': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, standardize_kernel=False, **kw),
     'conv_gumbel': lambda **kw: AFTConv(8, num_heads=2, kernel_size=5, gumbel=True, **kw),
@@ -67,8 +70,8 @@ def randomized(mixer: nn.Module, scale: float = 0.5) -> nn.Module:
     return mixer
 
 
-def call(mixer: nn.Module, x: Tensor) -> Tensor:
-    return mixer(x, GRID if isinstance(mixer, AFTConv | AFTOnehot | AFTAxial) else None)
+def call(mixer: AFTMixer, x: Tensor) -> Tensor:
+    return mixer(x, GRID if mixer.on_grid else None)
 
 
 def fused_module(mixer: AFTMixer) -> nn.Module:

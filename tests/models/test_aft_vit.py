@@ -549,6 +549,7 @@ REJECTED = [
         "mixer='conv' has no bias_dim, resample_bias; it takes num_heads, local_conv, kernel_size, ",
     ),
     (TypeError, lambda: timm.create_model('aft_simple_tiny', window_size=3), 'no window_size; it takes none'),
+    (TypeError, lambda: timm.create_model('aft_full_tiny', mixer='local'), "mixer='local' needs window_size"),
     (
         TypeError,
         lambda: timm.create_model('aft_full_tiny', mixer_args={'width': 3}),

@@ -1,14 +1,21 @@
 """The decoders: likelihood, sessions against the parallel form, parameter counts, and what is rejected."""
 
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from helpers import assert_close, torch_version
-from small_decoders import FORMS, NAMES, create, draw_tokens
+from small_decoders import FORMS, NAMES, create, draw_tokens, randomize
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from aft_vision.models import AFTDecoder, bits
+from aft_vision.layers import CausalMixer, register_mixer
+from aft_vision.layers.mixers import CAUSAL_MIXERS
+from aft_vision.models import AFTDecoder, bits, create_decoder, load_decoder, save_decoder
+from train.model_section import check_decoder
 
 
 def run_steps(model: AFTDecoder, tokens: Tensor) -> Tensor:
@@ -234,10 +241,9 @@ REJECTED = [
     (lambda: create().session(2).prefill(torch.full((2, 3), 12)), 'tokens must be from 0 to 10, got 12'),
     (lambda: create().train().session(2), r'a model in evaluation mode .* got one in training mode \(call eval'),
     (lambda: create(context=0), 'context must be at least 1, got 0'),
-    (lambda: create('simple', window=5), "mixer='simple' has no window; it takes none"),
-    (lambda: create('attention', bias_dim=5), "mixer='attention' has no bias_dim; it takes num_heads"),
+    (lambda: create(mixer='conv'), "mixer must be one of local, full, simple, attention, got 'conv'"),
+    (lambda: create('attention', num_heads=3), 'num_heads must divide dim = 8, got 3'),
     (lambda: create(window=0), 'window_size must be at least 1'),
-    (lambda: create(window=None), "mixer='local' needs window"),
 ]
 
 
@@ -278,3 +284,62 @@ def test_a_session_made_in_inference_mode_goes_on_outside_it(name: str, dtype: t
             found = each.step(tokens[:, t])
         assert_close(found, model(tokens)[:, 9].double(), 1e-5)
         each.prefill(tokens[:, 9:23])
+
+
+@pytest.mark.parametrize(
+    ('name', 'kwargs', 'message'),
+    [
+        ('simple', dict(window=5), "mixer='simple' has no window; it takes none"),
+        ('attention', dict(bias_dim=5), "mixer='attention' has no bias_dim; it takes num_heads"),
+        ('full', dict(mixer_args={'window': 5}), "mixer='full' has no window; it takes factorize_bias, bias_dim"),
+        ('local', dict(window=None), "mixer='local' needs window"),
+        ('local', dict(kernel_size=3), 'AFTDecoder has no kernel_size; it takes context, .* tie_embedding'),
+        ('attention', dict(query_gate=False), 'attention has no query gate'),
+    ],
+    ids=str,
+)
+def test_an_argument_that_the_mixer_lacks_or_needs_is_named(name: str, kwargs: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        create(name, **kwargs)
+
+
+Previous = namedtuple('Previous', 'v')
+
+
+class Pairs(CausalMixer):
+    """Each value plus a share of the one before it, and the gate."""
+
+    name = 'pairs'
+
+    def __init__(self, dim: int, share: float = 0.5, **kwargs: Any) -> None:
+        super().__init__(dim, dim, **kwargs)
+        self.share = share
+
+    def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
+        q, _, v = self.project_qkv(x)
+        return self.proj(torch.sigmoid(q) * (v + self.share * nn.functional.pad(v, (0, 0, 1, -1))))
+
+    def init_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Previous:
+        return Previous(torch.zeros(batch, self.qkv.in_features, dtype=dtype, device=device))
+
+    def mix_step(self, projected: Tensor, state: Previous) -> Tensor:
+        q, _, v = projected.split(self.split_sizes, dim=-1)
+        y = torch.sigmoid(q) * (v + self.share * state.v)
+        state.v.copy_(v)
+        return y
+
+
+def test_a_causal_mixer_of_ones_own_decodes_and_stands_in_configs(tmp_path: Path, request: pytest.FixtureRequest):
+    request.addfinalizer(lambda: CAUSAL_MIXERS.pop('pairs'))
+    register_mixer(Pairs)
+    section = {'name': 'aft_simple_char', 'mixer': 'pairs', 'share': 0.9}
+    assert check_decoder(section) == section
+    made = dict(context=24, vocab_size=11, dim=8, depth=2, mixer='pairs', mixer_args={'share': 0.9})
+    model, tokens = randomize(create_decoder('aft_simple_char', **made)), draw_tokens()
+    assert_close(run_steps(model, tokens), model(tokens), 1e-5)
+    assert_close(run_chunks(model, tokens, [3, 1, 9, 10]), model(tokens), 1e-5)
+    save_decoder(model, tmp_path / 'model.pt')
+    assert torch.equal(load_decoder(tmp_path / 'model.pt')(tokens), model(tokens))
+    flat = create_decoder('aft_simple_char', **{**made, 'mixer_args': None, 'share': 0.9})
+    flat.load_state_dict(model.state_dict())
+    assert torch.equal(flat.eval()(tokens), model(tokens))

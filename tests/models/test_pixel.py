@@ -139,7 +139,7 @@ def test_a_file_that_is_no_checkpoint_is_named(content: Any, message: str, tmp_p
 
 REJECTED = [
     (lambda: create_decoder('aft_conv_pixel'), "must be one of aft_local_pixel, .* got 'aft_conv_pixel'"),
-    (lambda: create_decoder('aft_local_char', img_size=8), 'aft_local_char has no argument img_size; it takes'),
+    (lambda: create_decoder('aft_local_char', img_size=8), 'aft_local_char: AFTDecoder has no img_size; it takes'),
     (lambda: create_decoder('aft_simple_pixel', window=8), "mixer='simple' has no window"),
     (lambda: create_decoder('aft_local_pixel', context=100), r'context must be 75, .* 5 x 5 pixels, got 100'),
     (lambda: small().complete_images(draw_images()[:, :, :2], half_mask('top-half', (3, 4))), r'\(B, 3, 3, 4\), got'),

@@ -10,7 +10,7 @@ from PIL import Image
 from timm.layers import set_fused_attn
 from torch import Tensor, nn
 
-from aft_vision.layers import create_mixer
+from aft_vision.layers import CausalFull
 from aft_vision.visualize import (
     MixerInputs,
     bias_statistics,
@@ -97,7 +97,7 @@ def test_attention_is_that_of_chosen_heads_at_any_size():
 
 
 def test_the_attention_of_a_causal_mixer_has_no_future():
-    mixer = create_mixer('full', 4, num_tokens=6, causal=True).double()
+    mixer = CausalFull(4, num_tokens=6).double()
     q, k, v = (randn(1, 6, 4, seed=seed) for seed in range(3))
     weights = implicit_attention(MixerInputs(mixer, q, k, v, (1, 6), 0), range(6), range(4))
     assert not weights.triu(1).any()

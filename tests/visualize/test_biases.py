@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from aft_vision import ops
-from aft_vision.layers import create_mixer
+from aft_vision.layers import AFTLocal, CausalLocal, create_mixer
 from aft_vision.models import create_decoder
 from aft_vision.models.harden import harden
 from aft_vision.ops import reference
@@ -120,7 +120,7 @@ def test_rows_of_two_biases_are_those_of_the_expanded_bias(resample):
 
 @pytest.mark.parametrize('causal', [False, True])
 def test_rows_of_a_band_are_those_of_the_whole_bias(causal):
-    mixer = create_mixer('local', 8, num_tokens=9, window_size=3, causal=causal).double()
+    mixer = (CausalLocal if causal else AFTLocal)(8, 9, 3).double()
     torch.nn.init.normal_(mixer.position_bias.u)
     band = mixer.position_bias()
     expected = reference.band_to_bias(band, -2)
