@@ -135,6 +135,11 @@ def test_a_backward_through_the_operator_has_the_same_gradients_as_a_straight_on
         assert all(map(torch.equal, each, straight))
 
 
+def test_the_error_of_an_unknown_backend_names_the_forms():
+    with pytest.raises(ValueError, match="one of auto, eager, cpp, triton, depthwise, wide, conv, aten, got 'narrow'"):
+        ops.aft_conv(*inputs_of('aft_conv'), backend='narrow')
+
+
 @pytest.mark.parametrize('backend', ['form full.cpp', 'cuda', ''])
 def test_an_unknown_backend_reaches_no_form(backend: str):
     q, k, v, bias = (x.detach() for x in inputs_of('aft_full')[:4])
@@ -201,12 +206,13 @@ def test_weights_of_an_operation_that_has_none_are_refused():
         ops.bias_weights('aft_simple', torch.zeros(15, 15), torch.zeros(2, 15, 6))
 
 
-def test_asking_for_it_where_there_is_none_warns_once():
+@pytest.mark.parametrize(('name', 'backend'), [('aft_simple', 'cpp'), ('aft_conv', 'depthwise')])
+def test_asking_for_a_form_where_there_is_none_warns_once(name: str, backend: str):
     operator._warn_once.cache_clear()
-    q, k, v = (x.float() for x in make_qkv(T=12, D=6))
-    with pytest.warns(UserWarning, match="aft_simple has no 'cpp' form for these inputs on this machine; using eager"):
-        y = ops.aft_simple(q, k, v, backend='cpp')
-    assert torch.equal(y, ops.aft_simple(q, k, v, backend='cpp'))
+    inputs = [x.detach() if isinstance(x, Tensor) else x for x in inputs_of(name)]
+    with pytest.warns(UserWarning, match=f"{name} has no '{backend}' form for these inputs"):
+        y = getattr(ops, name)(*inputs, backend=backend)
+    assert torch.equal(y, getattr(ops, name)(*inputs, backend=backend))
 
 
 @pytest.mark.cpp

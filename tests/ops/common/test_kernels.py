@@ -111,14 +111,10 @@ TILED: list[tuple[str, str, Sizes]] = [
     ),
     ('cpp tiles', 'aft_full', (33, 17, 0, None, 1)),
     # Pieces of a row, steps of a piece, an odd number of rows and of strips, kernels beyond the grid.
-    *(
-        ('conv tiles', 'aft_conv', x)
-        for x in (((1, 9), 6, 5, 2), ((5, 15), 36, 5, 18), ((7, 8), 6, 5, 2), ((3, 16), 18, 9, 1, 1))
-    ),
-    *(
-        ('conv tiles', 'aft_conv', x)
-        for x in (((14, 14), 12, 11, 2, 3), ((3, 33), 34, 3, 2), ((2, 40), 6, 31, 3), ((3, 70), 4, 9, 1))
-    ),
+    *(('conv tiles', 'aft_conv', ((1, 9), 6, 5, 2)), ('conv tiles', 'aft_conv', ((5, 15), 36, 5, 18))),
+    *(('conv tiles', 'aft_conv', ((7, 8), 6, 5, 2)), ('conv tiles', 'aft_conv', ((3, 16), 18, 9, 1, 1))),
+    *(('conv tiles', 'aft_conv', ((14, 14), 12, 11, 2, 3)), ('conv tiles', 'aft_conv', ((3, 33), 34, 3, 2))),
+    *(('conv tiles', 'aft_conv', ((2, 40), 6, 31, 3)), ('conv tiles', 'aft_conv', ((3, 70), 4, 9, 1))),
     *(('cpp tiles', 'aft_local_causal', x) for x in ((15, 16, 4), (16, 5, 3), (17, 33, 60), (31, 16, 31), (33, 3, 9))),
     *(('cpp tiles', 'aft_local_causal', x) for x in ((64, 20, 64), (100, 20, 1), (150, 37, 5), (197, 19, 91))),
 ]

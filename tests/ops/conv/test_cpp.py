@@ -17,7 +17,7 @@ from helpers import (
 )
 
 from aft_vision import ops
-from aft_vision.ops import operator, reference
+from aft_vision.ops import reference
 from aft_vision.ops.common import cpp
 from aft_vision.ops.conv import CONV
 from aft_vision.ops.conv import eager as conv
@@ -76,16 +76,6 @@ def test_a_form_runs_by_its_name_also_in_a_graph(form: str, heads: int):
     names = {'wide': ('conv_wide_forward', 'conv_backward')}.get(form, (f'{form}_forward', f'{form}_backward'))
     graph = torch.compile(ops.aft_conv, backend='aot_eager')
     assert kernels_run(lambda: graph(**inputs, backend=form).sum().backward()) == {f'aft_vision::{x}' for x in names}
-
-
-def test_a_form_that_does_not_support_the_inputs_is_eager_and_an_unknown_one_an_error():
-    operator._warn_once.cache_clear()
-    inputs = plain(make_inputs('aft_conv', (5, 7), 66, 3, 6))
-    with pytest.warns(UserWarning, match="aft_conv has no 'depthwise' form for these inputs on this machine"):
-        y = ops.aft_conv(**inputs, backend='depthwise')
-    assert torch.equal(y, ops.aft_conv(**inputs, backend='eager'))
-    with pytest.raises(ValueError, match="one of auto, eager, cpp, triton, depthwise, wide, conv, aten, got 'narrow'"):
-        ops.aft_conv(**inputs, backend='narrow')
 
 
 @pytest.mark.parametrize(
