@@ -151,10 +151,11 @@ def with_evaluation_images(source: Source) -> Source:
     return source
 
 
-def open_train_split(source: Source, *, seed: int = 0) -> Split:
+def open_train_split(source: Source, batch_size: int | None = None, seed: int = 0) -> Split:
     """Open the training split.
 
     Args:
+        batch_size: Ignored; kept for earlier callers.
         seed: Of the order of a stream.
 
     Raises:
@@ -168,7 +169,7 @@ def open_train_split(source: Source, *, seed: int = 0) -> Split:
     return split
 
 
-def open_eval_split(source: Source) -> Split:
+def open_eval_split(source: Source, batch_size: int | None = None) -> Split:
     """Open the evaluation split, with the arguments and errors of `open_train_split`."""
     if source.val_share is None:
         wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
