@@ -8,7 +8,7 @@ from helpers import NASTY_KEYS, assert_close, make_inputs, make_nasty, nasty_key
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops.decode import step_cpp
+from aft_vision.ops.decode import step, step_cpp
 
 pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
@@ -95,7 +95,9 @@ def test_parts_of_a_fused_projection_are_read_where_they_are(s: int | None):
 def test_it_covers_float32_states_that_lie_in_order():
     k = torch.zeros(2, 6)
     state = ops.aft_local_state(2, 6, 3)
-    assert step_cpp.supports_step(state, k)
+    for each in (state, ops.aft_simple_state(2, 6)):
+        assert step.step_kernels('auto', each, k) is step_cpp
+        assert step.step_kernels('eager', each, k) is None
     assert not step_cpp.supports_step(ops.aft_local_state(2, 6, 3, torch.float64), k)
     assert not step_cpp.supports_step(state, k, k.to('meta'))
     assert not step_cpp.supports_step(state._replace(ring=state.ring.mT.contiguous().mT), k)
