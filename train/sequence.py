@@ -161,10 +161,7 @@ def build_sequence_model(config: SequenceExperiment, data: SequenceData, **more:
     """
     kwargs = {**config.model, 'context': data.length, 'vocab_size': data.vocab_size}
     name = kwargs.pop('name')
-    try:
-        return create_decoder(name, **kwargs, **more)
-    except TypeError as error:
-        raise ValueError(f'expected keyword arguments of the model {name}, got {kwargs}: {error}') from error
+    return create_decoder(name, **kwargs, **more)
 
 
 def create_sequence_state(

@@ -1,9 +1,9 @@
 """Recommendation: ranking of news, or films, for a user by earlier clicks (Fastformer Table 5)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -38,7 +38,9 @@ PREDICTION = 'prediction_{split}.zip'
 class RecommendationConfig(TextConfig):
     """One experiment with a recommender; `model` may also have `text_model`, a language model for the texts."""
 
-    more_keys = {'text_model': 'A language model for the texts: a folder, or a name on the hub.'}  # noqa: RUF012
+    more_keys: ClassVar[Mapping[str, str]] = {
+        'text_model': 'A language model for the texts: a folder, or a name on the hub.'
+    }
 
     task: str = 'recommendation'
     data: RecommendationData = field(default_factory=RecommendationData)
