@@ -20,6 +20,8 @@ def little(compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     source = tmp_path / 'answer.cpp'
     source.write_text(answering(42))
     monkeypatch.setattr(build, 'SOURCES', [source])
+    # It has no structs.
+    monkeypatch.setattr(cpp, 'STRUCTS', {})
     monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path / 'kept'))
 
 
