@@ -259,9 +259,10 @@ def model_takes(name: str, key: str, value: Any) -> bool:
 
 def decoder_takes(name: str, key: str, value: Any) -> bool:
     """Return whether a pixel or character model has an argument; True for any other name."""
-    if name not in DECODERS or key not in mixer_arguments(CAUSAL_MIXERS.values()):
+    if name not in DECODERS or key not in ('mixer_args', *mixer_arguments(CAUSAL_MIXERS.values())):
         return True
-    return key in type(create_decoder(name, depth=1, device='meta').blocks[0].attn).arguments()
+    taken = type(create_decoder(name, depth=1, device='meta').blocks[0].attn).arguments()
+    return taken.keys() >= set(value or ()) if key == 'mixer_args' else key in taken
 
 
 def _check_reserved(kwargs: Mapping[str, Any], reserved: Mapping[str, str]) -> None:

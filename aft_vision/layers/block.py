@@ -18,7 +18,7 @@ from timm.layers import (
 from torch import Tensor, nn
 
 from aft_vision.layers.fused import fuse_linear, fuse_mlp
-from aft_vision.layers.mixers import AFTMixer, create_mixer
+from aft_vision.layers.mixers import AFTMixer, build_mixer, find_mixer
 
 
 @torch.fx.wrap
@@ -118,7 +118,7 @@ class AFTBlock(nn.Module):
         dd: dict[str, Any] = {'device': device, 'dtype': dtype}
         self.norm1 = norm_layer(dim, **dd)
         mixer_args: dict[str, Any] = {'proj_bias': proj_bias, 'proj_drop': proj_drop, **kwargs, **dd}
-        self.attn = create_mixer(mixer, dim, **mixer_args) if isinstance(mixer, str) else mixer(dim, **mixer_args)
+        self.attn = build_mixer(find_mixer(mixer) if isinstance(mixer, str) else mixer, dim, **mixer_args)
         self.ls1 = LayerScale(dim, init_values, **dd) if init_values else nn.Identity()
         self.drop_path1 = DropPath(drop_path) if drop_path > 0.0 else nn.Identity()
         self.norm2 = norm_layer(dim, **dd)

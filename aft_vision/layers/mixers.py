@@ -64,7 +64,7 @@ class AFTMixer(nn.Module):
     bias_names: ClassVar[tuple[str, ...]] = ()
     lowerings: ClassVar[tuple[str, ...]] = ()
     causal: ClassVar[bool] = False
-    given: ClassVar[tuple[str, ...]] = ('num_tokens', 'grid', 'window')
+    given: ClassVar[tuple[str, ...]] = ('num_tokens', 'grid')
     # TorchScript reads Final annotations only from the last subclass, but these from every class.
     __constants__: ClassVar[list[str]] = ['causal', 'exportable', 'query_gate']
 
@@ -122,7 +122,12 @@ class AFTMixer(nn.Module):
             init: Any = vars(base).get('__init__')
             if init is not None:
                 hints, own = typing.get_type_hints(init), inspect.signature(init).parameters
-                found |= {name: hints.get(name, Any) for name in own if name not in ('self', 'kwargs')}
+                named = [
+                    name
+                    for name, x in own.items()
+                    if name != 'self' and x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)
+                ]
+                found |= {name: hints.get(name, Any) for name in named}
         return found
 
     @classmethod
@@ -303,6 +308,7 @@ class PairMixer(AFTMixer):
     """
 
     bias_names = ('position_bias.*',)
+    given = ('num_tokens', 'grid', 'window')
 
     def __init__(
         self,
@@ -397,7 +403,8 @@ class AFTLocal(PairMixer):
         if not isinstance(window_size, int):
             raise ValueError(f'window_size must be one number, along the sequence, got {window_size}')
         if window_size < 1:
-            raise ValueError(f"window_size must be at least 1 (a window of 0 is mixer='simple'), got {window_size}")
+            name = 'window' if self.causal else 'window_size'
+            raise ValueError(f"{name} must be at least 1 (a window of 0 is mixer='simple'), got {window_size}")
         super().__init__(dim, num_tokens, window_size, grid, **kwargs)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
@@ -748,19 +755,16 @@ def split_arguments(
         mixers: those of images, or of sequences.
 
     Raises:
-        TypeError: the mixer has no such argument, or needs another.
+        TypeError: the mixer has no such argument, or mixer_args is not a mapping.
     """
-    kind, known = find_mixer(name, mixers), mixer_arguments(mixers.values())
-    taken = kind.arguments()
+    if mixer_args is not None and not isinstance(mixer_args, Mapping):
+        raise TypeError(f'mixer_args must be a mapping of arguments to values, got {mixer_args!r}')
+    taken, known = find_mixer(name, mixers).arguments(), mixer_arguments(mixers.values())
     own = {**{each: value for each, value in flat.items() if each in known}, **(mixer_args or {})}
     chosen = {each: value for each, value in own.items() if value is not None}
     strange = sorted(chosen.keys() - taken.keys())
     if strange:
         raise TypeError(f'mixer={name!r} has no {", ".join(strange)}; it takes {", ".join(taken) or "none"}')
-    required = [each.name for each in inspect.signature(kind).parameters.values() if each.default is each.empty]
-    missing = [each for each in required if each in taken and each not in chosen]
-    if missing:
-        raise TypeError(f'mixer={name!r} needs {", ".join(missing)}')
     return chosen, {each: value for each, value in flat.items() if each not in known}
 
 
@@ -782,7 +786,24 @@ def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
         ValueError: the name is unknown.
         TypeError: the mixer has no such argument.
     """
-    return find_mixer(name)(dim, **kwargs)
+    return build_mixer(find_mixer(name), dim, **kwargs)
+
+
+def build_mixer(kind: type[AFTMixer], dim: int, **kwargs: Any) -> AFTMixer:
+    """Build a mixer of a class.
+
+    Raises:
+        TypeError: the mixer has no such argument, or needs another.
+    """
+    needed = [
+        name
+        for name, x in inspect.signature(kind).parameters.items()
+        if x.default is x.empty and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != 'dim'
+    ]
+    missing = [name for name in needed if name not in kwargs]
+    if missing:
+        raise TypeError(f'mixer={getattr(kind, "name", kind.__name__)!r} needs {", ".join(missing)}')
+    return kind(dim, **kwargs)
 
 
 def mixers_of(model: nn.Module, kind: type[Mixer]) -> list[Mixer]:

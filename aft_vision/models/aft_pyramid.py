@@ -131,6 +131,9 @@ class AFTPyramid(nn.Module):
         mlp_ratio: hidden width of their MLPs divided by the width.
         query_gate: False removes W_q and the sigmoid (Table 12).
         qkv_bias: biases on queries, keys and values.
+        standardize_kernel: False trains AFT-axial's raw biases.
+        resample_bias: True stretches them over a grid of another size; else distances from s on have no bias.
+        local_conv: True adds a 3 x 3 depthwise convolution of the values to AFT-axial's result.
         attention_blocks: blocks of the last two stages with timm's softmax attention, C / 64 heads, in place of
             the mixer; counted from 0 through `depths`.
         init_values: initial value of layer scale in these stages; None leaves it out.

@@ -65,16 +65,25 @@ class AFTVisionTransformer(VisionTransformer):
             have one bias for all channels, and take no other number than 1.
         mixer: 'conv', 'full', 'local', 'simple', 'axial' (ours), 'onehot', which `aft_vision.models.harden` makes of
             a Gumbel-trained 'conv', or a name of `aft_vision.layers.register_mixer`.
-        mixer_args: arguments of the mixer's class by name, which describes them. Each is also an argument of the model;
-            those of several mixers are below.
+        mixer_args: arguments of the mixer's class by name. Each is also an argument of the model; those of the paper's
+            mixers, and of ours, are below.
         class_token: None is False with mixers of a grid, where it is not possible, else True.
         pos_embed: as timm; None is 'none' with mixers of a grid, else 'learn'.
         fc_norm: as timm; None is False with mixers of a grid (the final norm comes before pooling), else timm's rule.
         query_gate: False removes W_q and the sigmoid (Table 12).
         kernel_size: s of AFT-conv, in tokens, odd; 11 by default. A one-hot model uses it only for pictures.
         standardize_kernel: False trains AFT-conv's raw kernel (Table 10), or AFT-axial's raw biases.
+        global_context: False removes AFT-conv's context outside the window (Sec. 5.3).
+        gumbel: True keeps one offset per head of AFT-conv (AFT Eq. 10).
+        tau: temperature of its Gumbel softmax, only with gumbel=True; 0.5 by default.
+        straight_through: True samples one offset per head in training, with the gradient of the Gumbel softmax.
         window_size: s of AFT-local, in tokens along the sequence; of AFT-axial along both axes, or (rows, columns), 14
             by default.
+        factorize_bias: False stores the whole bias of AFT-full or AFT-local (Table 9).
+        bias_dim: width d' of their factors; 128 by default.
+        resample_bias: True stretches AFT-axial's biases over a grid of another size; else distances from s on have no
+            bias.
+        local_conv: True adds a 3 x 3 depthwise convolution of the values to the result of a mixer of a grid.
         attention_blocks: indices of blocks with timm's softmax attention, embed_dim / 64 heads, in place of the mixer.
         kwargs: of the mixer, and of timm's VisionTransformer.
 

@@ -72,8 +72,10 @@ class AFTDecoder(nn.Module):
     ) -> None:
         chosen, others = split_arguments(mixer, kwargs, mixer_args, CAUSAL_MIXERS)
         if others:
-            taken = ', '.join([*inspect.signature(AFTDecoder).parameters][:-1])
-            raise TypeError(f'{type(self).__name__} has no {", ".join(others)}; it takes {taken}')
+            own = [*inspect.signature(type(self)).parameters, *inspect.signature(AFTDecoder).parameters]
+            taken = dict.fromkeys([*own, *CAUSAL_MIXERS[mixer].arguments()])
+            names = ', '.join(name for name in taken if name != 'kwargs')
+            raise TypeError(f'{type(self).__name__} has no {", ".join(others)}; it takes {names}')
         super().__init__()
         for name, value in dict(context=context, vocab_size=vocab_size, dim=dim, depth=depth).items():
             if value < 1:

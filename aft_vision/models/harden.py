@@ -35,7 +35,7 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
         if mixer.name == 'onehot':
             raise ValueError(f"expected {wanted}, got mixer='onehot', which is a one-hot model already")
         if not getattr(mixer, 'gumbel', False):
-            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r} without it: train an AFT-conv with it')
+            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r} without gumbel=True: train an AFT-conv')
     copied: Any = copy.deepcopy(model)
     for block in copied.blocks:
         if hasattr(block.attn, 'onehot'):

@@ -494,6 +494,10 @@ def test_an_attention_block_takes_the_arguments_of_attention():
     assert model(images(64, 64)).shape == (2, 7)
 
 
+def test_a_mixer_that_no_block_has_needs_no_arguments():
+    assert make('aft_simple_tiny', img_size=64, mixer='local', attention_blocks=[0, 1])(images(64, 64)).shape == (2, 7)
+
+
 def test_a_batch_without_patches_passes_an_attention_block():
     model = make('aft_conv_tiny', num_heads=4, attention_blocks=[1])
     logits = model(images(64, 64), attn_mask=torch.zeros(2, 4, 4, dtype=torch.bool))

@@ -12,7 +12,7 @@ from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from aft_vision.layers import CausalMixer, register_mixer
+from aft_vision.layers import CausalMixer, CausalSimple, register_mixer
 from aft_vision.layers.mixers import CAUSAL_MIXERS
 from aft_vision.models import AFTDecoder, bits, create_decoder, load_decoder, save_decoder
 from train.model_section import check_decoder
@@ -243,7 +243,7 @@ REJECTED = [
     (lambda: create(context=0), 'context must be at least 1, got 0'),
     (lambda: create(mixer='conv'), "mixer must be one of local, full, simple, attention, got 'conv'"),
     (lambda: create('attention', num_heads=3), 'num_heads must divide dim = 8, got 3'),
-    (lambda: create(window=0), 'window_size must be at least 1'),
+    (lambda: create(window=0), 'window must be at least 1'),
 ]
 
 
@@ -293,7 +293,9 @@ def test_a_session_made_in_inference_mode_goes_on_outside_it(name: str, dtype: t
         ('attention', dict(bias_dim=5), "mixer='attention' has no bias_dim; it takes num_heads"),
         ('full', dict(mixer_args={'window': 5}), "mixer='full' has no window; it takes factorize_bias, bias_dim"),
         ('local', dict(window=None), "mixer='local' needs window"),
-        ('local', dict(kernel_size=3), 'AFTDecoder has no kernel_size; it takes context, .* tie_embedding'),
+        ('local', dict(kernel_size=3), 'AFTDecoder has no kernel_size; it takes context, .* tie_embedding, .* window'),
+        ('local', dict(windows=3, window=None), 'AFTDecoder has no windows'),
+        ('local', dict(mixer_args=5), 'mixer_args must be a mapping of arguments to values, got 5'),
         ('attention', dict(query_gate=False), 'attention has no query gate'),
     ],
     ids=str,
@@ -311,8 +313,8 @@ class Pairs(CausalMixer):
 
     name = 'pairs'
 
-    def __init__(self, dim: int, share: float = 0.5, **kwargs: Any) -> None:
-        super().__init__(dim, dim, **kwargs)
+    def __init__(self, dim: int, share: float = 0.5, **options: Any) -> None:
+        super().__init__(dim, dim, **options)
         self.share = share
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
@@ -343,3 +345,18 @@ def test_a_causal_mixer_of_ones_own_decodes_and_stands_in_configs(tmp_path: Path
     flat = create_decoder('aft_simple_char', **{**made, 'mixer_args': None, 'share': 0.9})
     flat.load_state_dict(model.state_dict())
     assert torch.equal(flat.eval()(tokens), model(tokens))
+
+
+def test_a_causal_mixer_of_ones_own_may_have_a_window(request: pytest.FixtureRequest):
+    class Windowed(CausalSimple):
+        name = 'windowed'
+
+        def __init__(self, dim: int, window: int, **options: Any) -> None:
+            super().__init__(dim, **options)
+            self.width = window
+
+    request.addfinalizer(lambda: CAUSAL_MIXERS.pop('windowed'))
+    register_mixer(Windowed)
+    assert AFTDecoder(8, dim=8, depth=1, mixer='windowed', window=3).blocks[0].attn.width == 3
+    with pytest.raises(TypeError, match="mixer='windowed' needs window"):
+        AFTDecoder(8, dim=8, depth=1, mixer='windowed')

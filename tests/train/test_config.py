@@ -362,6 +362,9 @@ def test_arguments_of_another_mixer_are_left_out(tmp_path):
     config = load_config(file, ['model.name=transformer_char'], CharConfig)
     # The name says no size.
     assert config.model == {'name': 'transformer_char', 'depth': 2, 'dim': 30}
+    file.write_text('model: {name: aft_local_char, mixer_args: {window: 4, bias_dim: 4}}\n')
+    (tmp_path / 'child.yaml').write_text('base: file.yaml\nmodel: {name: aft_simple_char}\n')
+    assert load_config(tmp_path / 'child.yaml', [], CharConfig).model == {'name': 'aft_simple_char'}
 
 
 def numeric_fields() -> Iterator[tuple[type, str, dataclasses.Field]]:
