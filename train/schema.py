@@ -218,6 +218,9 @@ class ScheduleConfig:
             epoch with a delay of one epoch, so that the first two epochs use `warmup_lr`.
     """
 
+    # Not a key: only the schedule of the sequence models has it.
+    max_updates: ClassVar[int | None] = None
+
     epochs: int = within('[1, inf)', 300, 'epochs')
     min_updates: int = within('[0, inf)', 0, 'updates')
     warmup_epochs: int = within('[0, inf)', 5, 'epochs')

@@ -1,7 +1,7 @@
 """The sections and keys of experiments with sequence models: pixels, characters and associative recall."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from aft_vision.data import PixelAugmentation, RecallTask
 from aft_vision.data.ranges import check_ranges, within
@@ -117,6 +117,9 @@ class SequenceSchedule:
     warmup_lr: float = within('[0, 1e4]', 0.0)
     min_lr: float = within('[0, 1e4]', 0.0)
     max_updates: int | None = within('[1, inf)', None, 'updates')
+
+    # Not a key: a schedule of images may have another value.
+    step: ClassVar[str] = 'update'
 
     def __post_init__(self) -> None:
         check_ranges(self, 'schedule')
