@@ -83,14 +83,18 @@ def load_model(checkpoint: str | Path, device: torch.device | str = 'cpu', **kwa
     load_matching_state_dict(model, content['state_dict'], source=str(checkpoint))
     # The preprocessing and the class names, as in an export.
     cfg: Any = model.pretrained_cfg
-    data_config = content.get('data_config') or {}
-    cfg.update(data_config)
-    if 'input_size' in data_config and 'img_size' not in kwargs:
-        record_size(model, data_config['input_size'][-2:])
-    if content.get('class_names'):
-        cfg['label_names'] = content['class_names']
+    recorded = _recorded_cfg(content)
+    cfg.update(recorded)
+    if 'input_size' in recorded and 'img_size' not in kwargs:
+        record_size(model, recorded['input_size'][-2:])
     set_license(model, content.get('license'))
     return model.to(device).eval()
+
+
+def _recorded_cfg(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the preprocessing and the class names that a trainer's checkpoint has, as entries of `pretrained_cfg`."""
+    names = {'label_names': content['class_names']} if content.get('class_names') else {}
+    return {**(content.get('data_config') or {}), **names}
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -199,9 +203,7 @@ def read_weights(checkpoint: str | Path) -> Weights:
     if content and timm.is_model(content['model_name']):
         name, kwargs, state_dict = content['model_name'], content['model_kwargs'], content['state_dict']
         known = timm.get_pretrained_cfg(name) or PretrainedCfg()
-        cfg: Any = {**known.to_dict(), **(content.get('data_config') or {}), 'license': content.get('license')}
-        if content.get('class_names'):
-            cfg['label_names'] = content['class_names']
+        cfg: Any = {**known.to_dict(), **_recorded_cfg(content), 'license': content.get('license')}
         of_aft = timm.models.model_entrypoint(name).__module__.startswith('aft_vision.')
         classes = kwargs.get('num_classes', known.num_classes)
         return Weights(str(checkpoint), state_dict, classes, cfg, of_aft, find_stated_grid(state_dict, kwargs))

@@ -7,7 +7,7 @@ import torch
 from timm.utils import unwrap_model
 from torch import nn
 
-from aft_vision.layers import AFTMixer, AFTOnehot, aft_mixers
+from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot, aft_mixers
 from aft_vision.layers.mixers import flat_arguments
 from aft_vision.models.aft_vit import AFTVisionTransformer
 
@@ -34,14 +34,16 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
     for mixer in mixers:
         if mixer.name == 'onehot':
             raise ValueError(f"expected {wanted}, got mixer='onehot', which is a one-hot model already")
-        if not getattr(mixer, 'gumbel', False):
-            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r} without gumbel=True: train an AFT-conv')
+        if not isinstance(mixer, AFTConv):
+            raise ValueError(f'expected {wanted}, got mixer={mixer.name!r}, which has no gumbel: train an AFT-conv')
+        if not mixer.gumbel:
+            raise ValueError(f"expected {wanted}, got mixer='conv' with gumbel=False: train it with gumbel=True")
     copied: Any = copy.deepcopy(model)
     for block in copied.blocks:
-        if hasattr(block.attn, 'onehot'):
+        if isinstance(block.attn, AFTConv):
             block.attn = block.attn.onehot()
     # The arguments from which timm rebuilds it, without those that only AFT-conv has.
-    left_out = mixers[0].arguments().keys() - AFTOnehot.arguments().keys()
+    left_out = AFTConv.arguments().keys() - AFTOnehot.arguments().keys()
     arguments = flat_arguments(getattr(model, '_model_args', {}))
     copied._model_args = {name: x for name, x in arguments.items() if name not in left_out} | {'mixer': 'onehot'}
     return copied

@@ -240,10 +240,10 @@ def test_the_offsets_are_described_by_layer():
 
 TRAINED = r'expected a model trained with gumbel=True \(AFT Eq. 10\)'
 REJECTED: list[tuple[Callable[[], object], str]] = [
-    (lambda: harden(make(gumbel=False)), f"{TRAINED}.* got mixer='conv' without gumbel=True"),
+    (lambda: harden(make(gumbel=False)), f"{TRAINED}.* got mixer='conv' with gumbel=False: train it with gumbel=True"),
     (
         lambda: harden(timm.create_model('aft_full_tiny', depth=1)),
-        f"{TRAINED}.* got mixer='full' without gumbel=True",
+        f"{TRAINED}.* got mixer='full', which has no gumbel: train an AFT-conv",
     ),
     (
         lambda: harden(timm.create_model('deit_tiny_patch16_224', depth=1)),

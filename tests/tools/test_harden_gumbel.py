@@ -102,7 +102,7 @@ def test_blocks_of_attention_stay(tmp_path):
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
-        (dict(gumbel=False), "a model trained with gumbel=True .* got mixer='conv' without gumbel=True"),
+        (dict(gumbel=False), "a model trained with gumbel=True .* got mixer='conv' with gumbel=False"),
         (dict(gumbel=None, mixer='onehot'), "a model trained with gumbel=True .* got mixer='onehot'"),
         (dict(attention_blocks=[0, 1]), 'got one without an AFT mixer'),
     ],
