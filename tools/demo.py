@@ -59,7 +59,8 @@ from aft_vision.visualize import (
 
 # Layers and heads in the pictures: more would take seconds.
 MAX_LAYERS, MAX_HEADS = 3, 8
-MIN_LARGEST_SIDE = 384
+# The largest side to choose in pixels, unless a model was trained with larger images.
+DEFAULT_MAX_SIDE = 384
 
 
 class Answer(NamedTuple):
@@ -174,7 +175,7 @@ def add_outputs(name: str, model: Any) -> list[Any]:
 def side_limits(models: Sequence[Any]) -> tuple[int, int, int]:
     """Return the smallest side of an image, the largest, and the step between sides that all models take, in pixels."""
     step = math.lcm(*(side for model in models for side in model.patch_embed.patch_size))
-    largest = max(MIN_LARGEST_SIDE, *(side for model in models for side in default_size(model)))
+    largest = max(DEFAULT_MAX_SIDE, *(side for model in models for side in default_size(model)))
     return 4 * step, max(4, -(-largest // step)) * step, step
 
 

@@ -56,7 +56,7 @@ class Images(NamedTuple):
         training: (H, W) of the training images in pixels, the shape of each image itself, or a schedule of sizes.
         evaluation: Preprocessing of the validation images.
         described: This preprocessing as the entry `data_config` of a checkpoint.
-        weights: The weights of `run.init_from`, which are read once.
+        weights: Those that the model starts from, or that `--eval` evaluates, which are read once; None for its own.
     """
 
     training: tuple[int, int] | NativeShape | SizeSchedule

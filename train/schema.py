@@ -61,7 +61,7 @@ class DataConfig(Source):
 
     @property
     def source(self) -> Source:
-        """Return the location and the splits alone."""
+        """Return only the location and the splits, which are all that loaders need of the section."""
         return Source(**{each.name: getattr(self, each.name) for each in fields(Source)})
 
     @property

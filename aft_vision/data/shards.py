@@ -1,6 +1,6 @@
-"""WebDataset's shards, here files: tar files of samples whose members follow each other and differ in their endings.
+"""Tar files of WebDataset: the members of a sample follow each other and differ in their endings.
 
-A `Shard` is that of a process, as in all loaders.
+`ShardFile` is one such file; a `Shard` is the part of the data that one process reads, as in all loaders.
 """
 
 import io

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from .cache import FastformerCache
-from .causal import AdditiveCrossAttention, AttentionState, CausalFastformerAttention, DotProductCrossAttention
+from .cache import AttentionState, FastformerCache
+from .causal import AdditiveCrossAttention, CausalFastformerAttention, DotProductCrossAttention
 from .config import FastformerConfig
 from .encoder import FeedForward, as_mask
 

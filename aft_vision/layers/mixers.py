@@ -403,8 +403,7 @@ class AFTLocal(PairMixer):
         if not isinstance(window_size, int):
             raise ValueError(f'window_size must be one number, along the sequence, got {window_size}')
         if window_size < 1:
-            name = 'window' if self.causal else 'window_size'
-            raise ValueError(f"{name} must be at least 1 (a window of 0 is mixer='simple'), got {window_size}")
+            raise ValueError(f"the window must be at least 1 (a window of 0 is mixer='simple'), got {window_size}")
         super().__init__(dim, num_tokens, window_size, grid, **kwargs)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:

@@ -70,8 +70,8 @@ class Form:
         name: asks for this form alone, as a backend does; that of its backend unless another is given.
         takes_weights: its forward takes those of `BiasWeights` as a third argument, or None.
         shapes: further sizes, for which it takes other branches.
-        is_candidate: returns whether it runs for these inputs if it is asked for by name, or measured to be the fastest
-            with a bias that does not change, even where `supports` leaves them to another form.
+        is_candidate: returns whether it can compute inputs that `supports` leaves to another form. It then runs if it
+            is asked for by name, or is measured to be the fastest with a bias that does not change.
     """
 
     backend: str

@@ -13,7 +13,7 @@ extern "C" {
 int aft_report(int code, const char *reason) noexcept;
 }
 
-// Let Python compare the size of a struct, by its name or that of the function that takes it, with that of its own.
+// Export NAME_size(), the size of a struct in C++, which Python compares with that of its own.
 #define AFT_PACKED(function, type) \
   int function##_size() { return sizeof(type); }
 

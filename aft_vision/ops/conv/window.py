@@ -59,7 +59,7 @@ def supports_wide(inputs: ConvInputs) -> bool:
 
 
 def is_wide_candidate(inputs: ConvInputs) -> bool:
-    """Return whether heads of several channels have weights outside the window too."""
+    """Return whether both 'wide' and 'conv' can compute these inputs, whichever is the faster."""
     return inputs.k.shape[2] < inputs.v.shape[2] and inputs.global_context and supports(inputs)
 
 
