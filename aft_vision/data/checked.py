@@ -77,7 +77,7 @@ class CheckedDataset(ImageData, Dataset, ABC):
             try:
                 image, target = self._read(position % len(self))
             except CorruptImageError as error:
-                self.report(position % len(self), error)
+                self.name_once(position % len(self), error)
                 if self.on_corrupt == 'none':
                     return None
             else:
@@ -86,10 +86,6 @@ class CheckedDataset(ImageData, Dataset, ABC):
             f'expected images that can be decoded, got {MAX_SKIPPED_IN_A_ROW} in a row that cannot, '
             f'the first one {self.name_of(index)}'
         )
-
-    def report(self, index: int, error: CorruptImageError) -> None:
-        """Raise the error of an image, or, where it is skipped, log it once."""
-        self.name_once(index, error)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -149,7 +145,7 @@ class TorchvisionDataset(CheckedDataset):
     def name_of(self, index: int) -> str:
         return f'image {index}'
 
-    def report(self, index: int, error: CorruptImageError) -> None:
+    def name_once(self, flag: int, error: CorruptImageError) -> None:
         # Such data sets cannot skip images.
         raise error
 

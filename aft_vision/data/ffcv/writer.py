@@ -152,7 +152,7 @@ class _EncodedDataset(Dataset):
         refused = CorruptImageError(f'expected an image that FFCV can store, got {name}: {error}; set max_resolution')
         if not is_checked:
             raise refused from error
-        self.dataset.report(index, refused)
+        self.dataset.name_once(index, refused)
 
 
 def _shrink(image: np.ndarray, longest: int | None) -> np.ndarray:
