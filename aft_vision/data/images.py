@@ -11,7 +11,8 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 from timm.data import get_img_extensions
 
-SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff')
+# Formats that Pillow knows without reading their pixels itself: data sets, videos, and files that another program draws.
+UNREAD = {'BUFR', 'GRIB', 'HDF5', 'WMF', 'MPEG', 'EPS'}
 # Transposition for each value of the EXIF orientation.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -90,8 +91,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def image_suffixes() -> set[str]:
-    """Return the suffixes of image files: ours, and those added to timm's."""
-    return {*SUFFIXES, *get_img_extensions()}
+    """Return the suffixes of image files: of all formats that Pillow reads, and those added to timm's."""
+    # Registers all of Pillow's formats.
+    kinds = Image.registered_extensions()
+    readable = Image.OPEN.keys() - UNREAD
+    return {*(suffix for suffix, kind in kinds.items() if kind in readable), *get_img_extensions()}
 
 
 def file_kind(path: str) -> str:

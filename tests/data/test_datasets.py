@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import NO_AUGMENTATION, make_folder
-from PIL import Image
+from PIL import Image, features
 from torchvision.datasets import CIFAR10
 
 from aft_vision.data import (
@@ -726,12 +726,19 @@ def test_turned_photographs_are_trained_and_evaluated_upright(tmp_path, suffix, 
         assert images[..., 18:].max() < 0.05
 
 
-@pytest.mark.parametrize('suffix', ['webp', 'bmp', 'gif', 'tif', 'tiff', 'TIFF', 'png', 'jpg', 'jpeg'])
+KINDS = 'webp bmp gif tif tiff TIFF png jpg jpeg jfif ppm pgm pbm jp2 tga'.split() + ['avif'] * features.check('avif')
+
+
+@pytest.mark.parametrize('suffix', KINDS)
 @pytest.mark.parametrize('as_tar', [False, True])
 def test_every_kind_of_image_is_read(tmp_path, suffix, as_tar):
+    mode = {'pgm': 'L', 'pbm': '1'}.get(suffix, 'RGB')
+    # A bit is black or white, and only the mean of a dithered picture is grey.
+    sides = (200, 200) if mode == '1' else (20, 20)
     for name, value in (('a', 0), ('b', 20)):
         (tmp_path / 'images' / 'val' / name).mkdir(parents=True)
-        Image.new('RGB', (20, 20), (value,) * 3).save(tmp_path / 'images' / 'val' / name / f'0.{suffix}')
+        image = Image.new('RGB', sides, (value,) * 3).convert(mode)
+        image.save(tmp_path / 'images' / 'val' / name / f'0.{suffix}')
     root = tmp_path / 'images'
     values, targets, _ = evaluate(Source(dir=str(make_tar(tmp_path / 'all.tar', root) if as_tar else root)))
     torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
