@@ -1,6 +1,7 @@
 """The evaluation loader of a tool, from its options."""
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from aft_vision.data import NativeShape, Preprocessing, Source, create_eval_loader
-from aft_vision.data.datasets import MissingSplitError
+from aft_vision.data.layout import MissingSplitError
 from aft_vision.evaluate import check_classes
 
 
@@ -44,6 +45,12 @@ def create_data_loader(
             source, preprocessing, args.batch_size, num_workers=args.workers, device=device
         )
     except MissingSplitError as error:
-        raise ValueError(f'{error}; --val-share 0.1 evaluates a tenth of the training images') from error
+        raise ValueError(f'{error}{_advice(error.remedies)}') from error
     check_classes(model, class_names, args.name or args.data)
     return loader, class_names
+
+
+def _advice(remedies: Mapping[str, Any]) -> str:
+    if 'eval_split' in remedies:
+        return f'; --split {remedies["eval_split"]} evaluates that'
+    return '; --val-share 0.1 evaluates a tenth of the training images' if remedies.keys() == {'val_share'} else ''

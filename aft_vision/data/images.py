@@ -11,7 +11,7 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 from timm.data import get_img_extensions
 
-# Formats that Pillow knows without reading their pixels itself: data sets, videos, and files that another program draws.
+# Formats that Pillow knows without reading their pixels itself: data sets, videos, drawings of other programs.
 UNREAD = {'BUFR', 'GRIB', 'HDF5', 'WMF', 'MPEG', 'EPS'}
 # Transposition for each value of the EXIF orientation.
 UPRIGHT = {

@@ -23,6 +23,7 @@ from aft_vision.data import (
     create_loaders,
 )
 from aft_vision.data.datasets import open_eval_split, open_train_split, with_evaluation_images
+from aft_vision.data.layout import MissingSplitError
 
 PLAIN = Preprocessing((16, 16), crop_pct=1.0, mean=(0, 0, 0), std=(1, 1, 1))
 
@@ -95,6 +96,117 @@ def test_a_chosen_split_is_used(tmp_path):
     make_folder(tmp_path, {'train': ['a'], 'val': ['a'], 'extra': ['a', 'b']})
     assert open_eval_split(Source(dir=str(tmp_path), eval_split='extra')).class_names == ['a', 'b']
     assert open_train_split(Source(dir=str(tmp_path), train_split='extra')).class_names == ['a', 'b']
+
+
+def open_both(root: Path, **options: Any) -> tuple[list[str], int, list[str], int]:
+    """The classes and the number of images of the training and of the evaluation split."""
+    source = Source(dir=str(root), **options)
+    train, evaluation = open_train_split(source), open_eval_split(source)
+    return train.class_names, len(train.dataset), evaluation.class_names, len(evaluation.dataset)
+
+
+AS_TAR = pytest.mark.parametrize('as_tar', [False, True])
+
+
+@AS_TAR
+@pytest.mark.parametrize('names', [('Train', 'Val'), ('TRAIN', 'TEST'), ('Training', 'Testing'), ('training', 'valid')])
+@pytest.mark.parametrize('share', [None, 0.5])
+def test_splits_of_other_usual_names_are_read_and_are_no_classes(tmp_path, names, share, as_tar):
+    root = make_folder(tmp_path / 'images', {name: ['a', 'b'] for name in names}, images=4)
+    root = make_tar(tmp_path / 'all.tar', root, 'some/place') if as_tar else root
+    counts = (8, 8) if share is None else (4, 4)
+    assert open_both(root, val_share=share) == (['a', 'b'], counts[0], ['a', 'b'], counts[1])
+
+
+def test_the_split_with_the_exact_name_is_preferred(tmp_path, caplog):
+    make_folder(tmp_path, {'Train': ['a'], 'train': ['b'], 'training': ['c']})
+    assert open_train_split(Source(dir=str(tmp_path))).class_names == ['b']
+    assert 'train is read, and not Train next to it' in caplog.text
+    assert open_train_split(Source(dir=str(tmp_path), train_split='Train')).class_names == ['a']
+
+
+@AS_TAR
+@pytest.mark.parametrize('names', [('seg_train', 'seg_test'), ('training_set', 'test_set'), ('my-train', 'my-val')])
+@pytest.mark.parametrize('share', [None, 0.5])
+def test_folders_that_look_like_splits_are_named_as_keys_that_read_them(tmp_path, names, share, as_tar):
+    root = make_folder(tmp_path / 'images', {name: ['a', 'b'] for name in names}, images=4)
+    root = make_tar(tmp_path / 'all.tar', root) if as_tar else root
+    with pytest.raises(MissingSplitError) as raised:
+        open_both(root, val_share=share)
+    assert raised.value.remedies == {'train_split': names[0], 'eval_split': names[1]}
+    assert open_both(root, **raised.value.remedies) == (['a', 'b'], 8, ['a', 'b'], 8)
+
+
+@AS_TAR
+@pytest.mark.parametrize(
+    'folders',
+    [{'train': ['a', 'b']}, {'my_train': ['a', 'b'], 'more': ['c']}, {'.': ['a', 'b']}, {'.': ['bus', 'car', 'train']}],
+)
+def test_the_remedies_of_a_missing_split_read_the_data_set(tmp_path, folders, as_tar):
+    root = make_folder(tmp_path / 'images', folders, images=10)
+    root = make_tar(tmp_path / 'all.tar', root) if as_tar else root
+    with pytest.raises(MissingSplitError) as raised:
+        open_both(root)
+    first = next(iter(folders.values()))
+    found = open_both(root, **raised.value.remedies)
+    assert found == (first, 9 * len(first), first, len(first))
+
+
+def test_no_remedy_is_named_where_none_is_known(tmp_path):
+    make_folder(tmp_path, {'val': ['a'], 'more': ['a']})
+    with pytest.raises(MissingSplitError) as raised:
+        open_both(tmp_path)
+    assert raised.value.remedies == {}
+
+
+@AS_TAR
+@pytest.mark.parametrize('names', [['bus', 'car', 'train'], ['ok', 'test', 'val'], ['a', 'b', 'Train', 'TEST']])
+def test_a_class_may_have_the_name_of_a_split(tmp_path, names, as_tar):
+    undivided = make_folder(tmp_path / 'images', {'.': names}, images=4)
+    divided = make_folder(tmp_path / 'divided', {'train': names, 'val': names}, images=3)
+    if as_tar:
+        undivided = make_tar(tmp_path / 'undivided.tar', undivided, 'place')
+        divided = make_tar(tmp_path / 'divided.tar', divided, 'place')
+    found, count, *_ = open_both(undivided, val_share=0.25)
+    assert (sorted(found), count) == (sorted(names), 3 * len(names))
+    found, count, *evaluation = open_both(divided)
+    assert (sorted(found), count) == (sorted(names), 3 * len(names))
+    assert evaluation == [found, count]
+
+
+def test_flat_splits_are_no_classes(tmp_path):
+    layout(tmp_path, 'train/0.png', 'val/0.png', 'notes/x.txt')
+    with pytest.raises(ValueError, match=r'one folder per class in .*train, got 1 images without one'):
+        open_train_split(Source(dir=str(tmp_path), val_share=0.5))
+
+
+@AS_TAR
+@pytest.mark.parametrize('split', ['train', ''])
+def test_the_class_of_a_nested_image_is_the_outermost_folder(tmp_path, split, as_tar, caplog):
+    kinds = ['cat/persian/0.png', 'cat/siamese/0.png', 'dog/pug/small/0.png', 'dog/0.png', 'dog/boxes.txt']
+    layout(tmp_path / 'images', *(str(Path(split, kind)) for kind in kinds), 'val/cat/images/0.png', 'val/dog/0.png')
+    root = tmp_path / 'images'
+    if not split:
+        shutil.rmtree(root / 'val')
+    root = make_tar(tmp_path / 'all.tar', root, 'place') if as_tar else root
+    source = Source(dir=str(root), val_share=None if split else 0.5)
+    loaders = create_loaders(source, (16, 16), 1, augment=NO_AUGMENTATION, num_workers=0)
+    assert loaders.class_names == ['cat', 'dog']
+    assert sum(len(targets) for loader in (loaders.train, loaders.validation) for _, targets in loader) >= 4
+    assert caplog.text.count('the class of an image is its outermost folder') == 1
+
+
+@AS_TAR
+def test_a_folder_in_which_the_data_set_lies_is_opened(tmp_path, as_tar):
+    layout(
+        tmp_path / 'images', 'flowers/rose/0.png', 'flowers/rose/1.png', 'flowers/tulip/0.png', 'flowers/tulip/1.png'
+    )
+    layout(tmp_path / 'divided', 'train/train/a/0.png', 'train/train/b/0.png', 'val/a/0.png', 'val/b/0.png')
+    undivided, divided = tmp_path / 'images', tmp_path / 'divided'
+    if as_tar:
+        undivided, divided = (make_tar(tmp_path / f'{x.name}.tar', x) for x in (undivided, divided))
+    assert open_both(undivided, val_share=0.5) == (['rose', 'tulip'], 2, ['rose', 'tulip'], 2)
+    assert open_both(divided) == (['a', 'b'], 2, ['a', 'b'], 2)
 
 
 def test_a_split_in_two_forms_is_named(tmp_path, caplog):
@@ -288,7 +400,7 @@ def layout(root: Path, *names: str) -> None:
         (['./'], 'which is empty'),
         (
             ['train/a/0.png', 'extra/a/0.png'],
-            r'folder, .tar or .beton file val or validation or valid or test .* only extra, tr',
+            r'folder, .tar or .beton file val or validation or valid or test or testing .* only extra, tr',
         ),
         (
             ['train/a/0.png', 'train/b/0.png', 'val/a/0.png', 'val/c/0.png'],
@@ -297,7 +409,12 @@ def layout(root: Path, *names: str) -> None:
         (['train/a/0.png', 'train/b/', 'val/a/0.png', 'val/b/'], 'got none in b'),
         (['train/a/0.png', 'train/b/x.heic', 'val/a/0.png'], r'got none in b; ignored: 1 file \(1 \.heic\)'),
         (['train/a/0.png', 'val/'], 'expected one folder per class in .*, got none'),
-        (['train/a/0.png', 'val/0.png'], r'one folder per class in .*val, got 1 images without one; tools\.prepare_im'),
+        (['train/a/0.png', 'val/0.png'], r'one folder per class in .*val, got 1 images without one; move each'),
+        (
+            ['train/a/0.png', 'val/ILSVRC2012_val_00000001.png'],
+            r'one folder per class in .*val, got 1 images without one; tools\.prepare_imagenet',
+        ),
+        (['train/a/0.png', 'val/images/0.png', 'val/val_annotations.txt'], r'--solution .*val_annotations\.txt --out '),
     ],
 )
 def test_a_folder_that_is_no_data_set_is_named(tmp_path, paths, message):
@@ -309,7 +426,7 @@ def test_a_folder_that_is_no_data_set_is_named(tmp_path, paths, message):
 @pytest.mark.parametrize(
     ('paths', 'message'),
     [
-        (['extra/a/0.png', 'train2/a/0.png'], r'train of class folders in .*got only extra, train2'),
+        (['extra/a/0.png', 'train2/a/0.png'], r'train or training of class folders in .*got only extra, train2'),
         (['train/notes.txt'], r'expected images in class folders in .*all\.tar, got none'),
         (['train/a/._x.png'], r'images in class folders in .*all\.tar, got none'),
         (['train/a/0.png', 'train/b/'], r'every class folder of .*all\.tar, got none in b'),
@@ -325,7 +442,7 @@ def test_a_tar_without_a_split_to_evaluate_lists_what_is_there(tmp_path):
     layout(tmp_path / 'images', 'train/a/0.png', 'extra/a/0.png')
     tar = make_tar(tmp_path / 'all.tar', tmp_path / 'images')
     with pytest.raises(
-        ValueError, match=r'val or validation or valid or test of class folders in .*got only extra, train'
+        ValueError, match=r'val or validation or valid or test or testing of class folders in .*got only extra, train'
     ):
         open_eval_split(Source(dir=str(tar)))
 
@@ -334,7 +451,9 @@ def test_a_tar_of_images_without_class_folders_is_named(tmp_path):
     layout(tmp_path / 'images', '0.png', '1.png')
     (tmp_path / 'set').mkdir()
     make_tar(tmp_path / 'set' / 'val.tar', tmp_path / 'images')
-    with pytest.raises(ValueError, match=r'class folders of .*val\.tar, got 2 without one; tools\.prepare_imagenet'):
+    with pytest.raises(
+        ValueError, match=r'class folders of .*val\.tar, got 2 without one; move each image into a folder'
+    ):
         open_eval_split(Source(dir=str(tmp_path / 'set')))
 
 
@@ -385,11 +504,10 @@ def test_a_tar_that_is_cut_is_not_taken_for_a_smaller_one(tmp_path, blocks):
         open_train_split(Source(dir=str(tar)))
 
 
-@pytest.mark.parametrize('place', ['train/astray.png', 'train/a/deep/astray.png'])
 @pytest.mark.parametrize('as_tar', [False, True])
-def test_an_image_outside_the_class_folders_is_named(tmp_path, place, as_tar):
+def test_an_image_outside_the_class_folders_is_named(tmp_path, as_tar):
+    place = 'train/astray.png'
     folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']})
-    (folder / place).parent.mkdir(exist_ok=True)
     Image.new('RGB', (4, 4)).save(folder / place)
     path = make_tar(tmp_path / 'all.tar', folder) if as_tar else folder
     with pytest.raises(ValueError, match=rf'only in the class folders of .*, got .*{place}'):
@@ -535,12 +653,12 @@ def test_a_share_is_held_apart_only_if_there_is_no_evaluation_split(tmp_path):
         with_evaluation_images(Source(dir=str(tmp_path / 'absent'), val_share_without_split=0.2))
 
 
-@pytest.mark.parametrize('split', ['val', 'validation', 'valid', 'test'])
+@pytest.mark.parametrize('split', ['val', 'validation', 'valid', 'test', 'Testing'])
 def test_a_share_that_is_held_apart_is_said_and_a_split_is_used(tmp_path, caplog, split):
     make_folder(tmp_path, {'train': ['a', 'b']}, images=5)
     source = Source(dir=str(tmp_path), val_share_without_split=0.2)
     assert len(evaluate(source)[1]) == 2
-    assert f'{tmp_path} has none of the splits val, validation, valid, test: 0.2 of' in caplog.text
+    assert f'{tmp_path} has none of the splits val, validation, valid, test, testing: 0.2 of' in caplog.text
     caplog.clear()
     make_folder(tmp_path, {split: ['a', 'b']}, images=3)
     assert len(evaluate(source)[1]) == 6
