@@ -447,24 +447,63 @@ def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: b
         raise ValueError(f'the data set {source.name} needs a package that is not installed: {error}') from error
     if isinstance(dataset, WebDataset):
         return _open_stream(dataset, source, name)
-    # Hugging Face's.
     if type(dataset) is ImageDataset:
-        reader: Any = dataset.reader
-        dataset = CheckedImageDataset(source.dir, reader=reader)
-        if reader.label_key in reader.dataset.column_names:
-            dataset.targets = np.array(reader.dataset[reader.label_key])
+        dataset = _open_hugging_face(dataset.reader, source)
     names = _known_class_names(dataset, source)
     if isinstance(dataset, DatasetFolder) and (hidden := [name for name in names if is_hidden(name)]):
         raise ValueError(
             f'expected class folders in {dataset.root} whose names do not begin with a dot, got {few(hidden)}: remove '
             f'them, or set data.dir={source.dir} without data.name, which leaves them out'
         )
-    if isinstance(dataset, CheckedDataset):
-        return Split(dataset, names)
     # torchvision's data sets of image files.
     if hasattr(dataset, 'loader'):
         dataset.loader = open_image
-    return Split(TorchvisionDataset(dataset), names)
+    split = Split(dataset if isinstance(dataset, CheckedDataset) else TorchvisionDataset(dataset), names)
+    _check_targets(split, source, name)
+    return split
+
+
+def _open_hugging_face(reader: Any, source: Source) -> CheckedImageDataset:
+    """Return the data set of timm's reader, with the targets; classes that are words are those of the column."""
+    dataset = CheckedImageDataset(source.dir, reader=reader)
+    key, columns = reader.label_key, reader.dataset.column_names
+    try:
+        values = list(reader.dataset[key]) if key in columns else list(reader.iter_targets())
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f'expected the column {key} of {source.name}, got {few(columns)}; data.target_key names that of the class'
+        ) from error
+    if values and all(isinstance(value, str) for value in values):
+        names = sorted(set(values), key=_natural_order)
+        reader.class_to_idx, reader.remap_class = {name: index for index, name in enumerate(names)}, True
+        values = [reader.class_to_idx[value] for value in values]
+    # Rows of lists of different lengths are no array.
+    dataset.targets = np.array(values) if all(isinstance(each, int) for each in values) else _as_objects(values)
+    return dataset
+
+
+def _as_objects(values: Sequence[Any]) -> np.ndarray:
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def _check_targets(split: Split, source: Source, name: str) -> None:
+    """Raise a ValueError unless every target is the index of a class."""
+    targets, count = split.dataset.targets, len(split.class_names)
+    labels = [] if targets is None else targets.tolist()
+    wrong = [i for i, label in enumerate(labels) if not (isinstance(label, int) and 0 <= label < count)]
+    if not wrong:
+        return
+    found, remedy = labels[wrong[0]], ''
+    if found == count and min(labels) == 1:
+        remedy = f'; data.num_classes={count + 1} reads labels that begin at 1'
+    elif found == -1:
+        remedy = '; a split without labels cannot be used: data.eval_split names another, data.val_share=0.1 holds out'
+    raise ValueError(
+        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {found!r} for image '
+        f'{wrong[0]}{remedy}'
+    )
 
 
 def _open_stream(stream: WebDataset, source: Source, split: str) -> Split:

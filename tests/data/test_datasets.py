@@ -2,6 +2,7 @@ import logging
 import pickle
 import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -272,8 +273,58 @@ def test_other_names_of_image_and_class_are_passed_on(tmp_path, monkeypatch):
     assert names == ['x', 'y']
     assert targets.tolist() == [0, 1]
     torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
-    with pytest.raises(ValueError, match=r'expected the number of classes or another key of the class, because hfds/'):
+    with pytest.raises(ValueError, match=r'expected the column label of hfds/.*, got img, fine'):
         evaluate(Source(**options))
+
+
+def write_parquet(folder: Path, kind: Any, **labels: list[Any]) -> Source:
+    """A data set of Hugging Face with black images of these labels for each split."""
+    datasets = pytest.importorskip('datasets')
+    features = datasets.Features({'image': datasets.Image(), 'label': kind(datasets)})
+    (folder / 'data').mkdir()
+    for split, values in labels.items():
+        rows = {'image': [Image.new('RGB', (4, 4))] * len(values), 'label': values}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / 'data' / f'{split}.parquet'))
+    return Source(name=f'hfds/{folder / "data"}', dir=str(folder / 'cache'))
+
+
+def test_labels_of_hugging_face_that_are_words_are_classes(tmp_path):
+    labels = {'train': ['dog', 'cat10', 'cat9', 'dog'], 'validation': ['cat9', 'dog', 'cat10']}
+    source = write_parquet(tmp_path, lambda datasets: datasets.Value('string'), **labels)
+    loaders = create_loaders(source, (4, 4), 4, augment=NO_AUGMENTATION, num_workers=0)
+    assert loaders.class_names == ['cat9', 'cat10', 'dog']
+    assert [targets.tolist() for _, targets in loaders.validation] == [[0, 2, 1]]
+    assert sorted(next(iter(loaders.train))[1].tolist()) == [0, 1, 2, 2]
+    with pytest.raises(ValueError, match=r'expected 3 classes, as in .*, got 4'):
+        open_train_split(replace(source, num_classes=4))
+
+
+@pytest.mark.parametrize(
+    ('labels', 'kind', 'message', 'remedy'),
+    [
+        (
+            [1, 2, 3],
+            'int64',
+            r'labels from 0 to 2 in the split .validation. of .*, got 3 for image 2; data\.num_classes=4',
+            4,
+        ),
+        ([0, 1, -1], 'int64', r'got -1 for image 2; a split without labels cannot be used: data\.eval_split', None),
+        ([0, 1, None], 'int64', 'got None for image 2', None),
+        ([0.5, 1.0], 'float32', 'got 0.5 for image 0', None),
+    ],
+)
+def test_labels_of_hugging_face_that_are_no_classes_are_an_error_at_opening(tmp_path, labels, kind, message, remedy):
+    source = write_parquet(tmp_path, lambda datasets: datasets.Value(kind), validation=labels)
+    with pytest.raises(ValueError, match=message):
+        open_eval_split(replace(source, num_classes=3))
+    if remedy is not None:
+        assert len(open_eval_split(replace(source, num_classes=remedy)).class_names) == remedy
+
+
+def test_several_labels_of_an_image_are_an_error(tmp_path):
+    source = write_parquet(tmp_path, lambda datasets: datasets.List(datasets.Value('int64')), validation=[[0, 1], [1]])
+    with pytest.raises(ValueError, match=r'got \[0, 1\] for image 0'):
+        open_eval_split(replace(source, num_classes=3))
 
 
 def test_a_data_set_of_hugging_face_is_read(tmp_path, monkeypatch):
