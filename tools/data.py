@@ -11,6 +11,8 @@ from torch import nn
 from aft_vision.data import NativeShape, Preprocessing, Source, create_eval_loader
 from aft_vision.data.layout import MissingSplitError
 from aft_vision.evaluate import check_classes
+from aft_vision.sizes import check_channels
+from tools.arguments import decoding
 
 
 def create_data_loader(
@@ -29,6 +31,7 @@ def create_data_loader(
         ValueError: the data set or an option is not valid, or its classes are not those of the model.
     """
     trained = resolve_model_data_config(model)
+    check_channels(model, 3)
     source = Source(
         dir=args.data or '',
         name=args.name,
@@ -36,6 +39,8 @@ def create_data_loader(
         val_share=args.val_share,
         val_seed=args.val_seed,
         num_classes=args.num_classes,
+        max_image_pixels=decoding(args).max_pixels,
+        bits=args.bits,
         on_corrupt_image='skip' if args.skip_corrupt else 'raise',
     )
     crop_pct = trained['crop_pct'] if args.crop_pct is None else args.crop_pct

@@ -21,16 +21,18 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.bytes import PACKED
-from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, CheckedSubset, TorchvisionDataset
+from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, CheckedSubset, TorchvisionDataset, shared_flags
 from aft_vision.data.images import (
     HIDDEN,
+    LOSSES,
     MACOS_FOLDER,
+    MAX_PIXELS,
+    Decoding,
     describe_ignored,
     file_kind,
     find_images,
     image_suffixes,
     is_hidden,
-    open_image,
 )
 from aft_vision.data.layout import (
     EVAL_SPLITS,
@@ -85,6 +87,9 @@ class Source:
         input_key, target_key: Names of the image and of the class in data sets with such names: columns of `hfds/`,
             `image` and `label` by default; for `wds/` the ending of the images, by default any of images, and a field
             of `.json`, by default the whole of `.cls`.
+        max_image_pixels: Largest number of pixels of an image; the default takes 0.75 GiB of memory. A larger JPEG is
+            decoded at a half, a fourth or an eighth of its sides, which takes less time; any other image is an error.
+        bits: Bits of the pixels that images of 16 bits use, such as 12 of many microscopes and scanners.
         on_corrupt_image: `raise` ends the run at an image that cannot be decoded, and at a shard of `wds/` that cannot
             be read; `skip` warns of each once. Training then takes the next one, and evaluation leaves it out. Of named
             data sets only `hfds/` and `wds/` can skip.
@@ -101,6 +106,8 @@ class Source:
     num_classes: int | None = within('[1, inf)', None)
     input_key: str | None = None
     target_key: str | None = None
+    max_image_pixels: int = within('[1, inf)', MAX_PIXELS, 'px')
+    bits: int = within('[8, 16]', 16)
     on_corrupt_image: Literal['raise', 'skip'] = 'raise'
 
     def __post_init__(self) -> None:
@@ -232,6 +239,13 @@ def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
 
 
 def _open(source: Source, wanted: Sequence[str], seed: int, is_training: bool) -> Split:
+    split = _open_any(source, wanted, seed, is_training)
+    dataset = split.dataset
+    dataset.decoding, dataset.reported = Decoding(source.max_image_pixels, source.bits), shared_flags(len(LOSSES))
+    return split
+
+
+def _open_any(source: Source, wanted: Sequence[str], seed: int, is_training: bool) -> Split:
     if not source.name and not source.dir:
         raise ValueError('expected the folder, the tar file or the name of a data set, got none')
     if source.name:
@@ -455,9 +469,6 @@ def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: b
             f'expected class folders in {dataset.root} whose names do not begin with a dot, got {few(hidden)}: remove '
             f'them, or set data.dir={source.dir} without data.name, which leaves them out'
         )
-    # torchvision's data sets of image files.
-    if hasattr(dataset, 'loader'):
-        dataset.loader = open_image
     split = Split(dataset if isinstance(dataset, CheckedDataset) else TorchvisionDataset(dataset), names)
     _check_targets(split, source, name)
     return split

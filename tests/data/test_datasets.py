@@ -17,6 +17,7 @@ from torchvision.datasets import CIFAR10
 from aft_vision.data import (
     Augmentation,
     CorruptImageError,
+    LargeImageError,
     Preprocessing,
     Shard,
     Source,
@@ -397,6 +398,34 @@ def test_a_skipped_image_is_named_once_in_a_run(tmp_path, capfd, num_workers):
             assert [len(list(loader)) for loader in (loaders.train, loaders.validation)] == [3, 3]
     shown = capfd.readouterr().err
     assert [shown.count(f'{split}/a/1.png') for split in ('train', 'val')] == [1, 1]
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_what_is_lost_of_images_is_said_once_in_a_run(tmp_path, capfd, num_workers):
+    for split in ('train', 'val'):
+        for name in 'ab':
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(2):
+                Image.new('RGBA', (8, 8), (9, 9, 9, 0)).save(tmp_path / split / name / f'{number}.png')
+    source = Source(dir=str(tmp_path))
+    loader, _ = create_eval_loader(source, (16, 16), 1, num_workers=num_workers)
+    with mock.patch.object(logging.getLogger(), 'handlers', []):
+        for _ in range(2):
+            assert len(list(loader)) == 4
+    assert capfd.readouterr().err.count('has transparent pixels; all are read as opaque') == 1
+
+
+@AS_TAR
+def test_keys_of_reading_reach_every_image(tmp_path, as_tar):
+    (tmp_path / 'images' / 'val' / 'a').mkdir(parents=True)
+    Image.fromarray(np.full((20, 20), 20 * 16, np.uint16)).save(tmp_path / 'images' / 'val' / 'a' / '0.png')
+    root = tmp_path / 'images'
+    source = Source(dir=str(make_tar(tmp_path / 'all.tar', root) if as_tar else root), bits=12)
+    torch.testing.assert_close(evaluate(source)[0], torch.ones(1), rtol=0, atol=0.05)
+    with pytest.raises(LargeImageError, match=r'at most 399 pixels, got .*a/0\.png.* of 20 x 20'):
+        evaluate(replace(source, max_image_pixels=399))
+    source = replace(source, name='torch/image_folder', eval_split='val', dir=str(root))
+    torch.testing.assert_close(evaluate(source)[0], torch.ones(1), rtol=0, atol=0.05)
 
 
 def test_a_batch_of_skipped_images_is_empty(tmp_path):
