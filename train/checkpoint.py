@@ -57,18 +57,21 @@ class Saver:
         self.experiment = experiment or folder / 'config.yaml'
         self.interval = math.inf if minutes is None else 60 * minutes
         self.saved_at = time.monotonic()
+        # Updates of the run in the checkpoint that is the newest.
+        self.saved_updates: int | None = None
 
     def is_due(self) -> bool:
         """Return whether the latest checkpoint is older than `minutes`."""
         return time.monotonic() - self.saved_at >= self.interval
 
     def save_last(self, state: TrainState) -> None:
-        """Write the whole state; keep the `keep` latest checkpoints."""
+        """Write the whole state; keep the `keep` latest checkpoints, of which no two are of the same update."""
         self.saved_at = time.monotonic()
         if not state.world.is_primary:
             return
-        content = {**self.description, **state.state_dict()}
-        save_checkpoint(content, self.folder / LAST, keep=self.keep)
+        updates, content = state.progress.updates, {**self.description, **state.state_dict()}
+        save_checkpoint(content, self.folder / LAST, keep=1 if updates == self.saved_updates else self.keep)
+        self.saved_updates = updates
 
     def save_best(self, state: TrainState, weights: dict[str, torch.Tensor], averaged: bool) -> None:
         """Write the best weights so far, without the training state."""
@@ -296,7 +299,8 @@ def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -
         change = f'{now["samples"]} training samples in files of other names'
     else:
         return []
-    within = content['updates'] - content['epoch'] * content['updates_per_epoch']
+    # Of an epoch that is trained and not evaluated there is no rest.
+    within = (content['updates'] - content['epoch'] * content['updates_per_epoch']) % content['updates_per_epoch']
     # A checkpoint of an earlier version says nothing about its data.
     if within and was:
         raise ValueError(
