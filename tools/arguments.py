@@ -6,6 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from train.command_line import expand_home
+
 # Next to the checkpoints of a run: its experiment and metrics, and what an exported folder is loaded from.
 MODEL_FILES = ('config.yaml', 'summary.csv', 'config.json', 'model.safetensors')
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -22,7 +24,7 @@ class KeyValues(argparse.Action):
             key, equals, value = text.partition('=')
             if not equals:
                 parser.error(f'argument {option}: expected KEY=VALUE, got {text!r}')
-            found[key] = value
+            found[key] = expand_home(value)
             with contextlib.suppress(ValueError, SyntaxError):
                 found[key] = ast.literal_eval(value)
         # The option may be given more than once.
