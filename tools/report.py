@@ -100,7 +100,7 @@ from tqdm import tqdm
 from aft_vision import __version__
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
-from aft_vision.files import find_checkpoint
+from aft_vision.files import find_checkpoint, replacing_output
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import draw_sizes
 from aft_vision.sizes import resize_model
@@ -156,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         for section in progress:
             progress.set_description(section.title)
             parts.append((section.title, section.build()))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render_page(f'Report on {report.name}', parts), encoding='utf-8', errors='replace')
+    with replacing_output(out) as file:
+        file.write_text(render_page(f'Report on {report.name}', parts), encoding='utf-8', errors='replace')
     print(f'the report is in {out}')
     return out
 
