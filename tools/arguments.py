@@ -64,6 +64,12 @@ def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -
         split('--val-share', type=parse_share, help=share_help),
         add('--val-seed', type=parse_count, default=0, help='data.val_seed of that training (default: 0)'),
         add('--num-classes', type=parse_positive, help='number of classes, for a data set without this information'),
+        add(
+            '--match-classes',
+            choices=('name', 'place'),
+            default='name',
+            help='how classes are those of the model: by name, of which some are enough, or by order (default: name)',
+        ),
         add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded'),
         add('--batch-size', type=int, default=64, help='images per batch (default: 64)'),
         add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)'),

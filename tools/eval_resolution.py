@@ -281,13 +281,15 @@ def evaluate_at(
         evaluated = averaged if len(view) > 1 or args.flip else averaged.models[0]
         described = dict(zip(('height', 'width'), size, strict=True))
         described |= {'scales': [list(each) for each in view]} if len(view) > 1 else {}
-    loader, class_names = create_data_loader(model, size, args, device)
+    loader, class_names, classes = create_data_loader(model, size, args, device)
     evaluated = reparameterize_model(evaluated.to(device), inplace=True)
     reset_peak_memory(device)
     evaluator = ClassEvaluator(device, len(class_names))
-    (metrics,) = evaluate_all([evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator)
-    classes = {'classes': evaluator.describe(class_names)} if args.per_class else {}
-    return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device), **classes}
+    (metrics,) = evaluate_all(
+        [evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator, classes=classes
+    )
+    by_class = {'classes': evaluator.describe(class_names)} if args.per_class else {}
+    return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device), **by_class}
 
 
 if __name__ == '__main__':

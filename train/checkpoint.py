@@ -17,6 +17,7 @@ from typing import IO, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from aft_vision.data.class_names import list_names, match_classes
 from aft_vision.data.shards import WebDataset
 from aft_vision.files import BEST, LAST, older, replacing
 from aft_vision.models.checkpoint import read_checkpoint
@@ -266,10 +267,7 @@ def restore(
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
     changes: list[str] = []
     try:
-        if list(content['class_names']) != list(class_names):
-            raise ValueError(
-                f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others'
-            )
+        _check_classes(content['class_names'], class_names, state.record['data'].get('match_classes') == 'place', path)
         changes += [*_data_changes(content, data, path), *_changes(content, state.record, state.world.size)]
         state.load_state_dict(content, source=str(path))
     except KeyError as error:
@@ -284,6 +282,15 @@ def restore(
     if not (continues(folder, where) and (folder / BEST).exists()):
         state.progress.best = state.objective.worst
     return path, changes
+
+
+def _check_classes(saved: Sequence[str], class_names: Sequence[str], by_place: bool, path: Path) -> None:
+    same = by_place or match_classes(saved, class_names) == list(range(len(saved)))
+    if not same or len(saved) != len(class_names):
+        raise ValueError(
+            f'expected a checkpoint of the {len(class_names)} classes {list_names(class_names)}, got {path} with the '
+            f'{len(saved)} classes {list_names(saved)}; run.init_from starts a new run from its weights'
+        )
 
 
 def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -> list[str]:
