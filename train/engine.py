@@ -303,14 +303,16 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
 
 
 def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> None:
-    """Save the weights or their average if they are the best so far."""
-    objective = state.objective
-    value, average = evaluated[objective.best], evaluated.get(f'ema_{objective.best}', math.nan)
-    averaged = state.averaged_model if objective.is_better(average, value) else None
-    value = value if averaged is None else average
+    """Save the weights or their average if they are the best so far, of equal results those with the lower loss."""
+    reached, is_better, name = state.progress, state.objective.is_better, state.objective.best
+    value, loss = evaluated[name], evaluated['loss']
+    average, average_loss = evaluated.get(f'ema_{name}', math.nan), evaluated.get('ema_loss', math.nan)
+    averaged = state.averaged_model if is_better(average, value, average_loss, loss) else None
+    if averaged is not None:
+        value, loss = average, average_loss
     # NaN is never better, so an epoch without an evaluation is never the best.
-    if objective.is_better(value, state.progress.best):
-        state.progress.best = value
+    if is_better(value, reached.best, loss, reached.best_eval_loss):
+        reached.best, reached.best_eval_loss = value, loss
         saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None)
 
 

@@ -5,6 +5,7 @@ import math
 import pkgutil
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -395,6 +396,28 @@ def test_best_keeps_the_average_where_it_is_better_than_the_weights(tmp_path, mo
     torch.testing.assert_close(best['state_dict'], averages[1])
     last = torch.load(tmp_path / 'last.pth', weights_only=True)
     torch.testing.assert_close(last['ema_state_dict'], state.averaged_model.state_dict())
+
+
+@pytest.mark.parametrize('resumed', [False, True])
+def test_of_equal_results_the_one_with_the_lower_loss_is_the_best(tmp_path, monkeypatch, resumed):
+    # The weights and their average, epoch by epoch.
+    results = iter(
+        [(80.0, 0.9), (80.0, 0.9), (80.0, 0.6), (80.0, 0.5), (80.0, 0.7), (70.0, 0.1), (80.0, 0.5), (60.0, 0.1)]
+    )
+
+    def score(models, *args, **kwargs):
+        return [{'loss': loss, 'top1': top1} for top1, loss in (next(results) for _ in models)]
+
+    monkeypatch.setattr('train.engine.evaluate_all', score)
+    state = make_state(ema=EmaConfig(decay=0.9))
+    if resumed:
+        state.loop = replace(state.loop, epochs=2)
+        run(state, tmp_path)
+        state = make_state(ema=EmaConfig(decay=0.9))
+        state.load_state_dict(torch.load(tmp_path / 'last.pth', weights_only=True), 'last.pth')
+    run(state, tmp_path)
+    best = torch.load(tmp_path / 'best.pth', weights_only=True)
+    assert (best['epoch'], best['best_top1'], best['averaged']) == (2, 80.0, True)
 
 
 def _clone(model: nn.Module) -> dict[str, torch.Tensor]:
