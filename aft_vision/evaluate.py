@@ -6,16 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from timm.task.evaluator import ClassificationEvaluator
 from torch import nn
 from tqdm import tqdm
 
+from aft_vision.data.class_names import list_names, match_classes
 from aft_vision.data.native import Inputs, move
 from aft_vision.devices import synchronize
 
 # Its place before models/checkpoint.py, which users import from.
 from aft_vision.models.checkpoint import load_model as load_model
 from aft_vision.modes import in_evaluation
+
+BY_PLACE = 'data.match_classes=place, or --match-classes place of a tool, compares them by their order'
 
 
 def evaluate(
@@ -26,6 +30,7 @@ def evaluate(
     amp_dtype: torch.dtype | None = None,
     distributed: bool = False,
     progress: bool = False,
+    classes: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Measure loss, accuracy and speed of a classifier; every sample is counted exactly once.
 
@@ -36,6 +41,7 @@ def evaluate(
         distributed: Sum over the processes of the default group, each of which has its share of the samples; speed is
             this process's.
         progress: Show a progress bar on standard error.
+        classes: As in `evaluate_all`.
 
     Returns:
         `top1` in percent, and `top5` of more than five classes, `loss` (mean cross-entropy), `samples`, and
@@ -44,7 +50,8 @@ def evaluate(
     Raises:
         ValueError: the loader is empty.
     """
-    return evaluate_all([model], loader, device, amp_dtype=amp_dtype, distributed=distributed, progress=progress)[0]
+    options: dict[str, Any] = dict(distributed=distributed, progress=progress, classes=classes)
+    return evaluate_all([model], loader, device, amp_dtype=amp_dtype, **options)[0]
 
 
 @torch.inference_mode()
@@ -57,15 +64,20 @@ def evaluate_all(
     distributed: bool = False,
     progress: bool = False,
     evaluator: Callable[[], Any] | None = None,
+    classes: Sequence[int] | None = None,
 ) -> list[dict[str, float]]:
     """Evaluate several models in one pass over the loader, otherwise as `evaluate`.
 
     Args:
         evaluator: Builds the evaluator of one model's outputs, with the interface of timm's evaluators; by default for
             classifiers.
+        classes: From `find_classes`: the outputs that are compared, in the order of the targets; None for all.
     """
     device = torch.device(device)
-    meters = [_Meter(model, device, evaluator() if evaluator else ClassificationEvaluator(device)) for model in models]
+    meters = [
+        _Meter(model, device, evaluator() if evaluator else ClassificationEvaluator(device), classes)
+        for model in models
+    ]
     batches = tqdm(loader, desc='evaluate', unit='batch', leave=False, disable=None if progress else True)
     with in_evaluation(*models):
         for images, targets in batches:
@@ -81,8 +93,10 @@ def evaluate_all(
 class _Meter:
     """A meter of one model's accuracy and time."""
 
-    def __init__(self, model: nn.Module, device: torch.device, evaluator: Any) -> None:
-        self.model, self.device, self.evaluator = model, device, evaluator
+    def __init__(
+        self, model: nn.Module, device: torch.device, evaluator: Any, classes: Sequence[int] | None = None
+    ) -> None:
+        self.model, self.device, self.evaluator, self.classes = model, device, evaluator, classes
         self.timings: list[tuple[int, float]] = []
         self.outputs = 0
 
@@ -93,6 +107,7 @@ class _Meter:
             logits = self.model(images)
         synchronize(self.device)
         self.timings.append((len(targets), time.perf_counter() - start))
+        logits = logits if self.classes is None else logits[:, list(self.classes)]
         self.evaluator.update(logits, targets)
         if isinstance(self.evaluator, ClassificationEvaluator):
             self.outputs = logits.shape[-1]
@@ -110,21 +125,69 @@ class _Meter:
         return {**metrics, 'images_per_second': _throughput(self.timings), 'samples': int(samples)}
 
 
-def check_classes(model: Any, class_names: Sequence[str], data: str) -> None:
-    """Raise a ValueError unless the data set has the classes of a model, or of its Weights, in the same order."""
+def check_classes(model: Any, class_names: Sequence[str], data: str, by_place: bool = False) -> None:
+    """Raise a ValueError unless the data set has the classes of a model, or of its Weights, in the same order.
+
+    Args:
+        by_place: Compare only their number.
+    """
+    if find_classes(model, class_names, data, by_place, some=False) is not None:
+        raise ValueError(
+            f'expected the classes of the model in {data}, got them in another order, {list_names(class_names)}, where '
+            f'the model has {list_names(known_classes(model) or [])}; {BY_PLACE}'
+        )
+
+
+def find_classes(
+    model: Any, class_names: Sequence[str], data: str, by_place: bool = False, some: bool = True
+) -> list[int] | None:
+    """Return the places of a data set's classes among those of a model, or of its Weights; None for the same order.
+
+    Args:
+        data: Name of the data set in errors.
+        by_place: Compare only the number of classes.
+        some: Accept a part of the classes of a model whose names are known.
+
+    Raises:
+        ValueError: the data set has a class that the model lacks, or another number of classes.
+    """
+    trained = None if by_place else known_classes(model)
+    # Some data sets have numbers instead of class names.
+    if trained is not None and not (is_numbered(trained) or is_numbered(class_names)):
+        places = match_classes(trained, class_names)
+        lacking = [name for name, place in zip(class_names, places, strict=True) if place is None]
+        known = [place for place in places if place is not None]
+        if lacking and (some or len(trained) == len(class_names)):
+            others = [name for place, name in enumerate(trained) if place not in known]
+            raise ValueError(
+                f'expected the classes of the model in {data}, got {list_names(lacking)}, where the model has '
+                f'{list_names(others) or "none else"}; {BY_PLACE}'
+            )
+        if some or len(trained) == len(class_names):
+            return None if places == list(range(len(trained))) else known
     if len(class_names) != model.num_classes:
         raise ValueError(
             f'expected {model.num_classes} classes in {data}, as many as the model has, got {len(class_names)}'
         )
-    trained = model.pretrained_cfg.get('label_names') or class_names
-    if len(trained) != len(class_names):
-        # Names of another classifier, which was replaced.
-        return
-    differing = [(old, new) for old, new in zip(trained, class_names, strict=True) if old != new]
-    # Some data sets have numbers instead of class names.
-    numbered = [str(index) for index in range(len(class_names))]
-    if differing and numbered not in (list(trained), list(class_names)):
-        raise ValueError(f'expected the classes of the model in {data}, got {differing[0][1]} for {differing[0][0]}')
+    return None
+
+
+def known_classes(model: Any) -> list[str] | None:
+    """Return the names of the classes of a model with weights, or of its Weights; None if they are not known.
+
+    Weights of as many classes as a set of ImageNet, and without names, have its synsets, as timm assumes.
+    """
+    names, cfg = model.pretrained_cfg.get('label_names'), model.pretrained_cfg
+    if not names and cfg.get('num_classes') == model.num_classes:
+        subset = infer_imagenet_subset({'num_classes': model.num_classes})
+        names = ImageNetInfo(subset).label_names() if subset else None
+    # Names of another number are those of a classifier that was replaced.
+    return list(names) if names and len(names) == model.num_classes else None
+
+
+def is_numbered(names: Sequence[str]) -> bool:
+    """Return whether classes have numbers instead of names."""
+    return all(name.isdecimal() and int(name) == index for index, name in enumerate(names))
 
 
 def _throughput(timings: list[tuple[int, float]]) -> float:

@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 BEST, LAST = 'best.pth', 'last.pth'
+
+_logger = logging.getLogger(__name__)
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -72,14 +75,52 @@ def replacing(path: str | Path, keep: int = 1) -> Iterator[Path]:
     sync_directory(path.parent)
 
 
+@contextlib.contextmanager
+def replacing_output(path: str | Path) -> Iterator[Path]:
+    """Yield a path to write, as `replacing` of the file to which a link leads; or a pipe or a terminal itself."""
+    if Path(path).exists() and not Path(path).is_file():
+        yield Path(path)
+        return
+    with replacing(os.path.realpath(path)) as file:
+        yield file
+
+
 def write_json(path: str | Path, content: Any) -> None:
     """Write a JSON file, complete or not at all, or that to which a link leads; to a pipe or a terminal as it comes."""
     text = json.dumps(content, indent=2) + '\n'
-    if Path(path).exists() and not Path(path).is_file():
-        Path(path).write_text(text)
-        return
-    with replacing(os.path.realpath(path)) as file:
+    with replacing_output(path) as file:
         file.write_text(text)
+
+
+@contextlib.contextmanager
+def keeping_rows(path: str | Path) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that writes one more row of a result as a line of JSON.
+
+    The lines are in `PATH.part`, which replaces `path` at the end; after an error it stays if it has any. A pipe or a
+    terminal is written to itself. Bytes of names that are not UTF-8 are escaped as JSON allows.
+    """
+    place, rows = Path(os.path.realpath(path)), 0
+    is_file = place.is_file() or not place.exists()
+    part = place.with_name(f'{place.name}.part') if is_file else place
+
+    def write(row: Any) -> None:
+        nonlocal rows
+        print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+        rows += 1
+
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with part.open('w', encoding='utf-8', errors='backslashreplace') as file:
+            yield write
+    except BaseException:
+        if is_file and rows:
+            _logger.warning('the rows that were done are in %s: %d', part, rows)
+        elif is_file:
+            part.unlink(missing_ok=True)
+        raise
+    if is_file:
+        with replacing(place) as whole:
+            os.replace(part, whole)
 
 
 def sync_directory(directory: Path) -> None:

@@ -94,6 +94,18 @@ def test_the_help_is_as_written_and_has_the_debug_option(monkeypatch):
     assert CommandParser(None).parse_args(['--debug']).debug
 
 
+def test_paths_of_options_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv('HOME', '/home/me')
+    parser = CommandParser('What it does.')
+    parser.add_argument('files', nargs='+')
+    parser.add_argument('--out', type=Path)
+    parser.add_mutually_exclusive_group().add_argument('--data')
+    parser.add_argument('--prompt', type=str)
+    args = parser.parse_args(['~/a', '-', '$HOME/b', '--out=~/c', '--data', '${HOME}', '--prompt', '~/ is home'])
+    assert args.files == ['/home/me/a', '-', '/home/me/b']
+    assert (args.out, args.data, args.prompt) == (Path('/home/me/c'), '/home/me', '~/ is home')
+
+
 def test_a_wrong_option_is_one_line(capsys):
     parser = CommandParser('What it does.')
     parser.add_argument('--rounds', type=int)

@@ -1,9 +1,14 @@
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import timm
 import torch
+from timm.data import ImageNetInfo
 from torch import nn
 
-from aft_vision.evaluate import check_classes, evaluate, evaluate_all
+from aft_vision.evaluate import check_classes, evaluate, evaluate_all, find_classes
 
 TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=16, num_classes=3)
 
@@ -58,8 +63,58 @@ def test_names_of_a_classifier_that_was_replaced_are_no_classes():
     model = timm.create_model('vit_tiny_patch16_224', **TINY_VIT, pretrained_cfg_overlay={'label_names': ['a', 'b']})
     check_classes(model, ['x', 'y', 'z'], 'the data')
     model.pretrained_cfg['label_names'] = ['a', 'b', 'c']
-    with pytest.raises(ValueError, match='expected the classes of the model in the data, got x for a'):
+    with pytest.raises(
+        ValueError, match='expected the classes of the model in the data, got x, y, z, where the model has a, b, c'
+    ):
         check_classes(model, ['x', 'y', 'z'], 'the data')
+
+
+def named(*names: str) -> Any:
+    """Stand for a model by what is known of it."""
+    return SimpleNamespace(num_classes=len(names), pretrained_cfg={'label_names': names})
+
+
+def test_classes_of_another_order_or_a_part_of_them_are_found_by_name():
+    assert find_classes(named('a', 'b', 'c'), ['a', 'b', 'c'], 'x') is None
+    assert find_classes(named('a', 'b', 'c'), ['c', 'a', 'b'], 'x') == [2, 0, 1]
+    assert find_classes(named('a', 'b', 'c'), ['c', 'b'], 'x') == [2, 1]
+    for other in (['c', 'a', 'b'], ['c', 'b'], ['a', 'b', 'd']):
+        with pytest.raises(ValueError, match='classes'):
+            check_classes(named('a', 'b', 'c'), other, 'x')
+
+
+def test_classes_are_compared_by_place_where_they_are_numbers_or_it_is_asked_for():
+    for model, names in ((named('a', 'b'), ['0', '1']), (named('0', '1'), ['a', 'b']), (named('a', 'b'), ['00', '01'])):
+        assert find_classes(model, names, 'x') is None
+    assert find_classes(named('a', 'b'), ['b', 'a'], 'x', by_place=True) is None
+    with pytest.raises(ValueError, match='expected 2 classes in x, as many as the model has, got 1'):
+        find_classes(named('a', 'b'), ['a'], 'x', by_place=True)
+
+
+def test_an_error_about_other_classes_names_both_sides_and_the_remedy():
+    with pytest.raises(ValueError, match=r'in pets, got z, where the model has b, c; .*place') as error:
+        find_classes(named('a', 'b', 'c'), ['a', 'z'], 'pets')
+    assert 'data.match_classes=place' in str(error.value)
+    assert '--match-classes place' in str(error.value)
+
+
+def test_weights_of_a_thousand_classes_without_names_have_those_of_imagenet():
+    model = SimpleNamespace(num_classes=1000, pretrained_cfg={'num_classes': 1000})
+    names = ImageNetInfo().label_names()
+    assert find_classes(model, names, 'x') is None
+    assert find_classes(model, names[2:4], 'x') == [2, 3]
+    with pytest.raises(ValueError, match='got dress, where the model has n01440764'):
+        find_classes(model, ['dress', *names[1:]], 'x')
+    # Another classifier than that of the weights.
+    model.pretrained_cfg['num_classes'] = 21843
+    assert find_classes(model, ['dress', *names[1:]], 'x') is None
+
+
+def test_only_the_outputs_of_the_classes_of_the_data_are_compared():
+    logits = torch.tensor([[9.0, 1.0, 2.0], [9.0, 2.0, 1.0]])
+    metrics = evaluate(Lookup(), [(logits, torch.tensor([0, 1]))], classes=[2, 1])
+    assert metrics['top1'] == 100
+    assert metrics['loss'] == pytest.approx(math.log(1 + math.exp(-1)), rel=1e-5)
 
 
 def test_autocast_runs_the_model_in_the_asked_data_type():

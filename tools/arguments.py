@@ -6,6 +6,8 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
+from train.command_line import expand_home
+
 # Next to the checkpoints of a run: its experiment and metrics, and what an exported folder is loaded from.
 MODEL_FILES = ('config.yaml', 'summary.csv', 'config.json', 'model.safetensors')
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -22,7 +24,7 @@ class KeyValues(argparse.Action):
             key, equals, value = text.partition('=')
             if not equals:
                 parser.error(f'argument {option}: expected KEY=VALUE, got {text!r}')
-            found[key] = value
+            found[key] = expand_home(value)
             with contextlib.suppress(ValueError, SyntaxError):
                 found[key] = ast.literal_eval(value)
         # The option may be given more than once.
@@ -72,6 +74,12 @@ def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -
         split('--val-share', type=parse_share, help=share_help),
         add('--val-seed', type=parse_count, default=0, help='data.val_seed of that training (default: 0)'),
         add('--num-classes', type=parse_positive, help='number of classes, for a data set without this information'),
+        add(
+            '--match-classes',
+            choices=('name', 'place'),
+            default='name',
+            help='how classes are those of the model: by name, of which some are enough, or by order (default: name)',
+        ),
         add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded'),
         add('--batch-size', type=int, default=64, help='images per batch (default: 64)'),
         add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)'),

@@ -26,7 +26,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_sampling(parser)
     add = parser.add_argument
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument('--prompt', default='', help='the beginning of the text (default: empty)')
+    # A text may begin as a path does.
+    prompt.add_argument('--prompt', type=str, default='', help='the beginning of the text (default: empty)')
     prompt.add_argument('--prompt-file', type=Path, help='a file with the beginning of the text')
     add('--length', type=int, help='bytes of the text, including the prompt (default: the context of the model)')
     add('--num-samples', type=int, default=1, help='number of texts (default: 1)')

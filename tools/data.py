@@ -10,14 +10,14 @@ from torch import nn
 
 from aft_vision.data import NativeShape, Preprocessing, Source, create_eval_loader
 from aft_vision.data.layout import MissingSplitError
-from aft_vision.evaluate import check_classes
+from aft_vision.evaluate import find_classes
 from aft_vision.sizes import check_channels
 from tools.arguments import decoding
 
 
 def create_data_loader(
     model: nn.Module, size: tuple[int, int] | NativeShape, args: argparse.Namespace, device: torch.device
-) -> tuple[Any, list[str]]:
+) -> tuple[Any, list[str], list[int] | None]:
     """Build the evaluation loader of the command line, with the preprocessing of the model's training.
 
     Args:
@@ -25,7 +25,7 @@ def create_data_loader(
         args: Parsed options of `add_data_arguments`.
 
     Returns:
-        The loader and the class names, as `create_eval_loader`.
+        The loader and the class names, as `create_eval_loader`, and the outputs of these classes, as `find_classes`.
 
     Raises:
         ValueError: the data set or an option is not valid, or its classes are not those of the model.
@@ -51,8 +51,7 @@ def create_data_loader(
         )
     except MissingSplitError as error:
         raise ValueError(f'{error}{_advice(error.remedies)}') from error
-    check_classes(model, class_names, args.name or args.data)
-    return loader, class_names
+    return loader, class_names, find_classes(model, class_names, args.name or args.data, args.match_classes == 'place')
 
 
 def _advice(remedies: Mapping[str, Any]) -> str:

@@ -47,12 +47,13 @@ from aft_vision.sizes import default_size, resize_model
 from aft_vision.timing import time_rounds
 from aft_vision.visualize import (
     DPI,
+    SkippedImages,
     attention_heads,
     capture_mixers,
     draw_attention,
     draw_key_maps,
     evenly_spaced,
-    find_photographs,
+    find_readable,
     load_photograph,
     predictions,
 )
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse_args(argv)
     models = load_models(args.checkpoint)
-    page = build_page(models, find_photographs(args.examples, 6))
+    page = build_page(models, find_readable(args.examples, 6, SkippedImages()))
     page.launch(server_name='127.0.0.1', server_port=args.port, share=False, **page_theme())
 
 

@@ -32,7 +32,7 @@ size, a column per test size. Earlier results are replaced with --overwrite only
 import argparse
 import copy
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +138,26 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     out.mkdir(parents=True, exist_ok=True)
     settings = {'data': args.name or args.data, 'model_args': args.model_arg, 'device': str(device)}
     settings |= {'flip': args.flip, 'pad': args.pad}
-    if not several:
-        table = evaluate_checkpoint(first, args, device)
-        rows, result = table['sizes'], {**settings, **table}
-    else:
-        tables = []
-        for title, checkpoint in zip(distinct_names(args.checkpoint), args.checkpoint, strict=True):
+    tables: list[dict[str, Any]] = []
+    titles = distinct_names(args.checkpoint)
+    part = out / f'{name}.json.part'
+
+    def keep(table: dict[str, Any]) -> None:
+        # What was measured stays if a later size or checkpoint fails.
+        write_json(part, {**settings, 'checkpoints': [*tables, table]})
+
+    for title, checkpoint in zip(titles, args.checkpoint, strict=True):
+        if several:
             print(title)
-            tables.append({'name': title, **evaluate_checkpoint(checkpoint, args, device)})
+        tables.append({'name': title, **evaluate_checkpoint(checkpoint, args, device, keep)})
+    if several:
         rows = [{'checkpoint': table['name'], **row} for table in tables for row in table['sizes']]
         result = {**settings, 'checkpoints': tables}
+    else:
+        rows = tables[0]['sizes']
+        result = {**settings, **{key: value for key, value in tables[0].items() if key != 'name'}}
     write_json(out / f'{name}.json', result)
+    part.unlink(missing_ok=True)
     figure = draw_accuracies(result['checkpoints']) if several else draw_sizes(rows, result['train_size'])
     save_figure(figure, out / f'{name}.png')
     print(f'{name}.json and {name}.png are in {out}')
@@ -171,13 +180,21 @@ def check_sizes(model: nn.Module, args: argparse.Namespace) -> None:
             raise ValueError(f'{error}; --pad pads the images') from error
 
 
-def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Evaluate one checkpoint at every size and print its table."""
+def evaluate_checkpoint(
+    checkpoint: Path, args: argparse.Namespace, device: torch.device, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Evaluate one checkpoint at every size and print its table.
+
+    Args:
+        keep: Called with the table after each row.
+    """
     model = load_model(checkpoint, **args.model_arg)
     views: list[NativeShape | Sequence[tuple[int, int]]] = [[size] for size in sizes_of(model, args)]
     views += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
     views += [args.multi_scale] if args.multi_scale else []
     rows: list[dict[str, Any]] = []
+    train_size = list(training_size(model, read_record(checkpoint)))
+    table: dict[str, Any] = {'checkpoint': str(checkpoint), 'train_size': train_size, 'sizes': rows}
     width = max(12, len(size_label({'scales': args.multi_scale or [(0, 0)]})))
     for view in views:
         row = evaluate_at(model, view, args, device)
@@ -187,6 +204,7 @@ def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torc
             heading = f'  {"top-5 %":>7}' * has_top5
             print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}{heading}  {"images/s":>8}  {"peak MiB":>8}')
         rows.append(row)
+        keep(table)
         title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row and 'scales' not in row else size_label(row)
         print(
             f'{title:>{width}}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}'
@@ -195,8 +213,7 @@ def evaluate_checkpoint(checkpoint: Path, args: argparse.Namespace, device: torc
         )
     if args.per_class:
         print_classes(rows)
-    train_size = training_size(model, read_record(checkpoint))
-    return {'checkpoint': str(checkpoint), 'train_size': list(train_size), 'sizes': rows}
+    return table
 
 
 def print_classes(rows: Sequence[dict[str, Any]]) -> None:
@@ -264,13 +281,15 @@ def evaluate_at(
         evaluated = averaged if len(view) > 1 or args.flip else averaged.models[0]
         described = dict(zip(('height', 'width'), size, strict=True))
         described |= {'scales': [list(each) for each in view]} if len(view) > 1 else {}
-    loader, class_names = create_data_loader(model, size, args, device)
+    loader, class_names, classes = create_data_loader(model, size, args, device)
     evaluated = reparameterize_model(evaluated.to(device), inplace=True)
     reset_peak_memory(device)
     evaluator = ClassEvaluator(device, len(class_names))
-    (metrics,) = evaluate_all([evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator)
-    classes = {'classes': evaluator.describe(class_names)} if args.per_class else {}
-    return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device), **classes}
+    (metrics,) = evaluate_all(
+        [evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator, classes=classes
+    )
+    by_class = {'classes': evaluator.describe(class_names)} if args.per_class else {}
+    return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device), **by_class}
 
 
 if __name__ == '__main__':

@@ -110,6 +110,7 @@ if __name__ == '__main__':
 
 import aft_vision  # noqa: F401
 from aft_vision.commandline import run_command
+from aft_vision.data import CorruptImageError
 from aft_vision.export import (
     InputShape,
     choose_shape,
@@ -121,7 +122,7 @@ from aft_vision.export import (
 from aft_vision.files import replacing
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.models.transfer_source import build_model
-from aft_vision.visualize import find_photographs, load_image
+from aft_vision.visualize import SkippedImages, find_photographs, load_batches
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -160,9 +161,12 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 def write_program(model: Any, shape: InputShape, lowering: str, args: argparse.Namespace) -> None:
     """Write an onnx or pt2 file, and print how it differs from PyTorch, and from itself in int8."""
-    files = find_photographs(args.data, MAX_PHOTOGRAPHS) if args.data else []
+    files, skipped = find_photographs(args.data, MAX_PHOTOGRAPHS) if args.data else [], SkippedImages()
     # A file of a fixed batch takes no other.
-    images = [load_image(file, model, shape.size).repeat(shape.batch or 1, 1, 1, 1) for file in files]
+    batches = load_batches(files, model, shape.size, skipped)
+    images = [image.repeat(shape.batch or 1, 1, 1, 1) for batch in batches for image in batch.split(1)]
+    if files and not images:
+        raise CorruptImageError(f'expected an image that can be decoded in {args.data}, got none of {len(files)}')
     # With --int8 the file has its name only in int8.
     with replacing(args.out) if args.int8 else nullcontext(args.out) as path:
         if args.format == 'onnx':
@@ -175,6 +179,8 @@ def write_program(model: Any, shape: InputShape, lowering: str, args: argparse.N
         same = quantize_onnx(path, args.int8, images) if args.int8 else None
     if same is not None:
         print(f'int8: the most likely class is that of the float32 file for {100 * same:.1f} % of the photographs')
+    if skipped.paths:
+        print(skipped.describe())
 
 
 def describe_inputs(shape: InputShape, file_format: str) -> str:

@@ -78,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
     if args.data or args.name:
         # In one pass over the data set, at the training size.
-        loader, _ = create_data_loader(model, default_size(model), args, device)
-        before, after = evaluate_all([model, onehot], loader, device, progress=sys.stderr.isatty())
+        loader, _, classes = create_data_loader(model, default_size(model), args, device)
+        models = [model, onehot]
+        before, after = evaluate_all(models, loader, device, progress=sys.stderr.isatty(), classes=classes)
         result['accuracy'] = {'gumbel': before, 'onehot': after}
     set_license(onehot, args.license or model.pretrained_cfg.get('license'))
     export_model(onehot, args.out, model.pretrained_cfg.get('label_names') or [], card=True)

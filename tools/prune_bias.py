@@ -53,7 +53,7 @@ from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
-from aft_vision.evaluate import evaluate_all
+from aft_vision.evaluate import evaluate_all, known_classes
 from aft_vision.export import export_model
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model
@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     size = trained['input_size'][1:]
     check_image_size(model, size)
     thresholds = choose_thresholds(model, args)
-    loader, class_names = create_data_loader(model, size, args, device)
-    rows = measure_pruned(model, loader, thresholds)
+    loader, class_names, classes = create_data_loader(model, size, args, device)
+    rows = measure_pruned(model, loader, thresholds, classes)
     result = {
         'checkpoint': str(args.checkpoint),
         'data': args.name or args.data,
@@ -116,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.save is not None:
         pruned = crop(prune(model, args.save))
         set_license(pruned, args.license or model.pretrained_cfg.get('license'))
-        export_model(pruned, out / 'pruned', class_names, trained, card=True)
+        names = known_classes(model) or class_names
+        export_model(pruned, out / 'pruned', names, trained, card=True)
         print(f'the model pruned at {args.save:g} is in {out / "pruned"}')
     return result
 
@@ -128,10 +129,17 @@ def choose_thresholds(model: nn.Module, args: argparse.Namespace) -> list[float]
     return sorted({0.0, *chosen, *by_share, *([] if args.save is None else [args.save])})
 
 
-def measure_pruned(model: nn.Module, loader: Any, thresholds: Sequence[float]) -> list[dict[str, Any]]:
-    """Evaluate the model pruned at all thresholds in one pass, and measure the size of its kernels."""
+def measure_pruned(
+    model: nn.Module, loader: Any, thresholds: Sequence[float], classes: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """Evaluate the model pruned at all thresholds in one pass, and measure the size of its kernels.
+
+    Args:
+        classes: From `find_classes`.
+    """
     pruned = [prune(model, threshold) for threshold in thresholds]
-    metrics = evaluate_all(pruned, loader, next(model.parameters()).device, progress=sys.stderr.isatty())
+    device = next(model.parameters()).device
+    metrics = evaluate_all(pruned, loader, device, progress=sys.stderr.isatty(), classes=classes)
     rows = []
     for threshold, each, found in zip(thresholds, pruned, metrics, strict=True):
         accuracy: dict[str, Any] = {name: found[name] for name in ('top1', 'top5', 'loss', 'samples') if name in found}

@@ -6,13 +6,13 @@ python -m tools.report --checkpoint FILE_OR_DIR --only keys --images FILE --out 
 python -m tools.report --checkpoint FILE_OR_DIR --only attention --images FILE --query 4 5 --out attention.png
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, of which
---max-images are shown, evenly spaced over the sorted paths. Where their folders are named after classes, the page has
-the accuracy by class, and right and wrong answers. It has the position biases (AFT Fig. 1, 3, 6 to 8) and how sparse
-they are, the average relative attention (Fig. 5), and for each photograph the prediction, the keys (Fig. 9 to 12) and
-the implicit attention (Eq. 3) of one token. With --before, the biases of an earlier checkpoint are next to them; with
---vit, the attention of a ViT. The curves of training are on it where summary.csv is next to the checkpoint, and the
-accuracy by image size where eval_resolution.json of tools.eval_resolution is and is not older. The page is one file and
-asks nothing of a network (needs matplotlib).
+--max-images are shown, evenly spaced over the sorted paths; those that cannot be decoded are named and left out. Where
+their folders are named after classes, the page has the accuracy by class, and right and wrong answers. It has the
+position biases (AFT Fig. 1, 3, 6 to 8) and how sparse they are, the average relative attention (Fig. 5), and for each
+photograph the prediction, the keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the
+biases of an earlier checkpoint are next to them; with --vit, the attention of a ViT. The curves of training are on it
+where summary.csv is next to the checkpoint, and the accuracy by image size where eval_resolution.json of
+tools.eval_resolution is and is not older. The page is one file and asks nothing of a network (needs matplotlib).
 
 --only writes one picture as a PNG: the position biases, or of one photograph the keys or the attention of a token, with
 the likeliest classes. A row of it is a layer and a column a head, or a channel of a model without heads. Rows, columns,
@@ -100,13 +100,14 @@ from tqdm import tqdm
 from aft_vision import __version__
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
-from aft_vision.files import find_checkpoint
+from aft_vision.files import find_checkpoint, replacing_output
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import draw_sizes
 from aft_vision.sizes import resize_model
 from aft_vision.visualize import (
     Report,
     Section,
+    SkippedImages,
     capture_mixers,
     describe_targets,
     draw_attention,
@@ -114,6 +115,7 @@ from aft_vision.visualize import (
     draw_position_biases,
     figure_png,
     find_photographs,
+    find_readable,
     load_photograph,
     predictions,
     read_history,
@@ -156,9 +158,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
         for section in progress:
             progress.set_description(section.title)
             parts.append((section.title, section.build()))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render_page(f'Report on {report.name}', parts), encoding='utf-8', errors='replace')
-    print(f'the report is in {out}')
+    with replacing_output(out) as file:
+        file.write_text(render_page(f'Report on {report.name}', parts), encoding='utf-8', errors='replace')
+    left_out = report.skipped.describe()
+    print(f'the report is in {out}{f"; {left_out}" if left_out else ""}')
     return out
 
 
@@ -205,9 +208,11 @@ def load_report(args: argparse.Namespace, folder: Path, command: str) -> Report:
     summary = next((path for path in (folder / 'summary.csv', folder.parent / 'summary.csv') if path.is_file()), None)
     config = summary and summary.parent / 'config.yaml'
     targets = describe_targets(read_config(config)) if config and config.is_file() else ''
+    skipped = SkippedImages()
     return Report(
         model=model,
-        photographs=find_photographs(args.images, args.max_images),
+        photographs=find_readable(args.images, args.max_images, skipped),
+        skipped=skipped,
         averaged=find_photographs(args.images, args.average_images),
         labelled=find_photographs(args.images, args.accuracy_images),
         size=args.size,

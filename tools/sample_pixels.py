@@ -68,7 +68,7 @@ from PIL import Image
 
 from aft_vision.commandline import run_command
 from aft_vision.data import open_image, read_cifar10
-from aft_vision.files import replacing
+from aft_vision.files import replacing, replacing_output
 from aft_vision.models import PixelDecoder, half_mask
 from aft_vision.models.pixel import MASKS
 from aft_vision.visualize import completion_sheet, image_sheet, load_pixels
@@ -110,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
 
         drawn = draw_images(sample, args.num_images, args)
         sheet = image_sheet(drawn, args.columns, args.scale)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(args.out)
+    with replacing_output(args.out) as file:
+        sheet.save(file)
     print(f'{len(drawn)} images are in {args.out}')
     return drawn
 

@@ -10,9 +10,9 @@ options are those saved with the model.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from tools.arguments import add_device, check_out, parse_count, parse_positive
@@ -51,6 +51,7 @@ if __name__ == '__main__':
 from aft_vision.commandline import run_command
 from aft_vision.devices import resolve_device
 from aft_vision.fastformer.summarize import load_summarizer, summarize
+from aft_vision.files import keeping_rows
 from aft_vision.models.weight_files import check_checksums
 
 
@@ -75,13 +76,15 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
             raise ValueError(f'expected --max-tokens of at most {longest}, as the model takes, got {args.max_tokens}')
         # It counts the start token.
         options['max_length'] = args.max_tokens + 1
-    summaries = summarize(model, tokenizer, texts, args.batch_size, **options)
-    rows = [{'file': name, 'summary': summary} for name, summary in zip(args.files, summaries, strict=True)]
-    for row in rows:
-        print(f'{row["file"]}:\n{row["summary"]}\n' if len(rows) > 1 else row['summary'])
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows), encoding='utf-8')
+    summaries: list[str] = []
+    with keeping_rows(args.out) if args.out is not None else nullcontext(lambda row: None) as keep:
+        for start in range(0, len(texts), args.batch_size):
+            batch = texts[start : start + args.batch_size]
+            for summary in summarize(model, tokenizer, batch, args.batch_size, **options):
+                name = args.files[len(summaries)]
+                summaries.append(summary)
+                keep({'file': name, 'summary': summary})
+                print(f'{name}:\n{summary}\n' if len(texts) > 1 else summary)
     return summaries
 
 

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import timm
@@ -31,8 +32,9 @@ from aft_vision.data import (
     create_eval_loader,
     create_loaders,
 )
+from aft_vision.data.class_names import list_names, match_classes
 from aft_vision.data.layout import MissingSplitError
-from aft_vision.evaluate import check_classes
+from aft_vision.evaluate import find_classes, is_numbered, known_classes
 from aft_vision.models.checkpoint import Weights, initialize_model, read_weights
 from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
@@ -123,11 +125,10 @@ def build_state(config: Config, images: Images, loaders: Loaders, world: World) 
     teacher = None
     if config.distill.teacher is not None:
         names = None if config.distill.kind in ('feature', 'blocks') else class_names
-        teacher = load_teacher(config.distill.teacher, config.distill.teacher_args, names, config.data.training_sizes)
+        sizes, by_place = config.data.training_sizes, config.data.classes_by_place
+        teacher = load_teacher(config.distill.teacher, config.distill.teacher_args, names, sizes, by_place)
     random_seed(run.seed)
-    model = _build_with_weights(config, len(class_names), images.weights, reset_head=run.reset_head)
-    if run.reset_head and run.init_from is None:
-        model.reset_classifier(len(class_names))
+    model = _start_model(config, images.weights, class_names)
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     config = with_min_updates(config, updates_per_epoch)
     state = create_state(model, config, updates_per_epoch, len(class_names), world, teacher, images.training)
@@ -140,6 +141,47 @@ def build_state(config: Config, images: Images, loaders: Loaders, world: World) 
         'data': describe_samples(loaders.train),
         'data_config': images.described,
     }
+
+
+def _start_model(config: Config, weights: Weights | None, class_names: Sequence[str]) -> Any:
+    """Build the model with its initial weights; its classifier is put in the order of the classes, or is new."""
+    is_new, places = config.run.reset_head, None
+    if not is_new and (weights is not None or config.model.get('pretrained')):
+        is_new, places = _match_classifier(weights or _published(config, len(class_names)), class_names, config)
+    model = _build_with_weights(config, len(class_names), weights, reset_head=is_new)
+    if is_new and weights is None:
+        model.reset_classifier(len(class_names))
+    if places is not None:
+        names = model.pretrained_cfg['classifier']
+        for name in [names] if isinstance(names, str) else names:
+            for parameter in model.get_submodule(name).parameters():
+                parameter.data = parameter.data[places]
+    return model
+
+
+def _match_classifier(start: Any, class_names: Sequence[str], config: Config) -> tuple[bool, list[int] | None]:
+    """Return whether other classes need a new classifier, and else the order of its rows unless it is that of now.
+
+    Args:
+        start: The Weights, or a model that has its own.
+    """
+    trained = None if config.data.classes_by_place else known_classes(start)
+    if trained is None or is_numbered(trained) or is_numbered(class_names):
+        return False, None
+    places, whole = match_classes(trained, class_names), list(range(len(trained)))
+    known = [place for place in places if place is not None]
+    if places == whole:
+        return False, None
+    if sorted(known) == whole and len(known) == len(class_names):
+        print_once('the classifier of the weights is put in the order of the classes, by their names')
+        return False, known
+    here = [name for name, place in zip(class_names, places, strict=True) if place is None]
+    there = [name for place, name in enumerate(trained) if place not in known]
+    print_once(
+        f'a new classifier, as the data set has other classes ({list_names(here) or "fewer"}) than the weights '
+        f'({list_names(there) or "fewer"}); data.match_classes=place compares them by their order'
+    )
+    return True, None
 
 
 def with_min_updates(config: Config, updates_per_epoch: int) -> Config:
@@ -155,8 +197,10 @@ def with_min_updates(config: Config, updates_per_epoch: int) -> Config:
     return dataclasses.replace(config, schedule=dataclasses.replace(schedule, epochs=epochs))
 
 
-def build_evaluation(config: Config, checkpoint: str | Path | None, world: World) -> tuple[nn.Module, Any]:
-    """Build the model for `--eval`, with its weights, and the validation loader of this process.
+def build_evaluation(
+    config: Config, checkpoint: str | Path | None, world: World
+) -> tuple[nn.Module, Any, list[int] | None]:
+    """Build the model for `--eval`, with its weights, the validation loader of this process, and `find_classes`.
 
     Args:
         checkpoint: The weights; None for those of the name of the model.
@@ -175,11 +219,13 @@ def build_evaluation(config: Config, checkpoint: str | Path | None, world: World
             num_workers=config.data.num_workers,
             device=world.device,
         )
-    if images.weights is None:
-        _check_pretrained_classes(config, class_names)
-    else:
-        check_classes(images.weights, class_names, config.data.name or config.data.dir)
-    return _build_with_weights(config, len(class_names), images.weights, transfer=False).to(world.device), loader
+    start: Any = images.weights or _published(config, len(class_names))
+    data, by_place = config.data.name or config.data.dir, config.data.classes_by_place
+    classes = find_classes(start, class_names, data, by_place)
+    if classes is not None and len(classes) < start.num_classes and world.is_primary:
+        print(f'{data} has {len(classes)} of the {start.num_classes} classes of the model; only these are compared')
+    model = _build_with_weights(config, start.num_classes, images.weights, transfer=False)
+    return model.to(world.device), loader, classes
 
 
 def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, Any]]:
@@ -229,12 +275,15 @@ def _overlay(config: Config) -> dict[str, Any]:
     return config.model.get('pretrained_cfg_overlay') or {}
 
 
-def _check_pretrained_classes(config: Config, class_names: Sequence[str]) -> None:
-    # timm silently replaces the classifier of a model with another number of classes.
-    stated = getattr(timm.get_pretrained_cfg(config.model['name']), 'num_classes', None)
-    classes = _overlay(config).get('num_classes', stated)
-    if classes not in (None, -1, len(class_names)):
-        raise ValueError(f'expected a data set of {classes} classes, as the weights have, got {len(class_names)}')
+def _published(config: Config, num_classes: int) -> SimpleNamespace:
+    """Return what is known of the weights of `model.pretrained` before they are loaded, as attributes of a model.
+
+    Args:
+        num_classes: Classes of the data set, for weights whose number is not known.
+    """
+    cfg: Any = {**(timm.get_pretrained_cfg(config.model['name']) or PretrainedCfg()).to_dict(), **_overlay(config)}
+    stated = cfg.get('num_classes')
+    return SimpleNamespace(num_classes=num_classes if stated in (None, -1) else stated, pretrained_cfg=cfg)
 
 
 @contextmanager

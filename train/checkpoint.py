@@ -17,6 +17,7 @@ from typing import IO, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from aft_vision.data.class_names import list_names, match_classes
 from aft_vision.data.shards import WebDataset
 from aft_vision.files import BEST, LAST, older, replacing
 from aft_vision.models.checkpoint import read_checkpoint
@@ -57,18 +58,21 @@ class Saver:
         self.experiment = experiment or folder / 'config.yaml'
         self.interval = math.inf if minutes is None else 60 * minutes
         self.saved_at = time.monotonic()
+        # Updates of the run in the checkpoint that is the newest.
+        self.saved_updates: int | None = None
 
     def is_due(self) -> bool:
         """Return whether the latest checkpoint is older than `minutes`."""
         return time.monotonic() - self.saved_at >= self.interval
 
     def save_last(self, state: TrainState) -> None:
-        """Write the whole state; keep the `keep` latest checkpoints."""
+        """Write the whole state; keep the `keep` latest checkpoints, of which no two are of the same update."""
         self.saved_at = time.monotonic()
         if not state.world.is_primary:
             return
-        content = {**self.description, **state.state_dict()}
-        save_checkpoint(content, self.folder / LAST, keep=self.keep)
+        updates, content = state.progress.updates, {**self.description, **state.state_dict()}
+        save_checkpoint(content, self.folder / LAST, keep=1 if updates == self.saved_updates else self.keep)
+        self.saved_updates = updates
 
     def save_best(self, state: TrainState, weights: dict[str, torch.Tensor], averaged: bool) -> None:
         """Write the best weights so far, without the training state."""
@@ -263,10 +267,7 @@ def restore(
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
     changes: list[str] = []
     try:
-        if list(content['class_names']) != list(class_names):
-            raise ValueError(
-                f'expected a checkpoint of the classes {list(class_names)[:5]} ..., got {path} with others'
-            )
+        _check_classes(content['class_names'], class_names, state.record['data'].get('match_classes') == 'place', path)
         changes += [*_data_changes(content, data, path), *_changes(content, state.record, state.world.size)]
         state.load_state_dict(content, source=str(path))
     except KeyError as error:
@@ -283,6 +284,15 @@ def restore(
     return path, changes
 
 
+def _check_classes(saved: Sequence[str], class_names: Sequence[str], by_place: bool, path: Path) -> None:
+    same = by_place or match_classes(saved, class_names) == list(range(len(saved)))
+    if not same or len(saved) != len(class_names):
+        raise ValueError(
+            f'expected a checkpoint of the {len(class_names)} classes {list_names(class_names)}, got {path} with the '
+            f'{len(saved)} classes {list_names(saved)}; run.init_from starts a new run from its weights'
+        )
+
+
 def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -> list[str]:
     """Return how the training samples differ from those of a checkpoint.
 
@@ -296,7 +306,8 @@ def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -
         change = f'{now["samples"]} training samples in files of other names'
     else:
         return []
-    within = content['updates'] - content['epoch'] * content['updates_per_epoch']
+    # Of an epoch that is trained and not evaluated there is no rest.
+    within = (content['updates'] - content['epoch'] * content['updates_per_epoch']) % content['updates_per_epoch']
     # A checkpoint of an earlier version says nothing about its data.
     if within and was:
         raise ValueError(

@@ -2,12 +2,23 @@
 
 import argparse
 import difflib
+import os
+import re
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
+
+# The home folder at the start of a path, or of timm's name of a folder.
+HOME = re.compile(r'\A(?P<scheme>(?:local-dir:)?)(?:\$HOME|\$\{HOME\}|(?P<user>~[^/]*))(?=/|$)')
+
+
+def expand_home(text: str) -> str:
+    """Expand `~`, `~user` and `$HOME` at the start of a text, as a shell does where an option is a word of its own."""
+    return HOME.sub(lambda found: found['scheme'] + os.path.expanduser(found['user'] or '~'), text)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with an unformatted description, --debug, and one-line errors.
+    """A parser with an unformatted description, --debug, and one-line errors; paths may begin with `~` or `$HOME`.
 
     A command parses its arguments once before its slow imports too, so that --help and errors are immediate.
     """
@@ -17,6 +28,9 @@ class CommandParser(argparse.ArgumentParser):
         if prog is None and module is not None:
             prog = f'python -m {module.name.removesuffix(".__main__")}'
         super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        # Also of options without a type, which may be a path or a name.
+        self.register('type', None, expand_home)
+        self.register('type', Path, lambda text: Path(expand_home(text)))
         self.add_argument('--debug', action='store_true', help='show the traceback of an error')
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

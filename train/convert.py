@@ -211,7 +211,7 @@ def copy_teacher(config: Config, class_names: Sequence[str]) -> nn.Module:
     weights = select_blocks(teacher.state_dict(), pair_models(model, teacher))
     if teacher.num_classes == len(class_names):
         try:
-            check_classes(teacher, class_names, 'the data set')
+            check_classes(teacher, class_names, 'the data set', config.data.classes_by_place)
         except ValueError as error:
             print(f'the classifier of {source} is not copied: {error}')
             weights = {key: value for key, value in weights.items() if not key.startswith('head')}

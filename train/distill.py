@@ -79,13 +79,18 @@ def create_task(
 
 
 def load_teacher(
-    name: str, arguments: dict[str, Any], class_names: Sequence[str] | None, sizes: Sequence[tuple[int, int]]
+    name: str,
+    arguments: dict[str, Any],
+    class_names: Sequence[str] | None,
+    sizes: Sequence[tuple[int, int]],
+    by_place: bool = False,
 ) -> nn.Module:
     """Build the teacher with its weights, on the CPU, for the images of the student.
 
     Args:
         name, arguments: `distill.teacher` and `distill.teacher_args`.
         class_names: Classes of the data set, which must be the teacher's; None if only its features are learned.
+        by_place: Compare only the number of classes.
         sizes: (H, W) in pixels of all images; a fixed-size teacher is resized if possible.
 
     Raises:
@@ -95,7 +100,7 @@ def load_teacher(
     teacher: Any = _build(name, arguments).eval()
     if class_names is not None:
         try:
-            check_classes(teacher, class_names, 'the data set')
+            check_classes(teacher, class_names, 'the data set', by_place)
         except ValueError as error:
             raise ValueError(f'distill.teacher {name}: {error}') from error
     try:

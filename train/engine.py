@@ -127,7 +127,8 @@ def train_one_epoch(
     """
     reached = state.progress
     state.model.train()
-    batches = iter(loader)
+    # A restored epoch may be trained and not evaluated.
+    batches = iter(loader if reached.updates_of_epoch < reached.updates_per_epoch else ())
     bar = _progress_bar(state, progress)
     for _ in bar:
         if state.budget_exhausted():
@@ -186,9 +187,10 @@ def _epoch_metrics(state: TrainState) -> dict[str, float]:
 def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True) -> TrainState:
     """Train to the last epoch; write the log, `last.pth` after each epoch and `best.pth` after the best.
 
-    A restored state continues where it was saved, also within an epoch, except for streamed data sets, which can only
-    be read from their start. On Ctrl-C, SIGTERM and SIGUSR1 the update or the evaluation is finished and the state
-    saved; a second Ctrl-C ends the run immediately.
+    `last.pth` is written before each evaluation too, and when a training image cannot be read, so that neither loses an
+    update. A restored state continues where it was saved, except for streamed data sets, which can only be read from
+    the start of an epoch. On Ctrl-C, SIGTERM and SIGUSR1 the update or the evaluation is finished and the state saved;
+    a second Ctrl-C ends the run immediately.
 
     Raises:
         SystemExit: one of these signals was received; the code is 128 plus its number.
@@ -205,11 +207,20 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
         for epoch in range(reached.epoch, loop.epochs):
             if is_complete(state):
                 break
-            if loaders.is_stream and reached.updates_of_epoch:
-                reached.restart_epoch()
-                state.set_rate()
-            loaders.set_epoch(epoch, reached.updates_of_epoch)
-            trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
+            if not state.budget_exhausted() and reached.updates_of_epoch < reached.updates_per_epoch:
+                if loaders.is_stream and reached.updates_of_epoch:
+                    reached.restart_epoch()
+                    state.set_rate()
+                loaders.set_epoch(epoch, reached.updates_of_epoch)
+            try:
+                trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
+            except (ValueError, OSError):
+                if reached.epoch_done:
+                    saver.save_last(state)
+                raise
+            # The evaluation may fail: at a damaged image, for lack of memory, at a limit of time.
+            if saver.saved_updates != reached.updates:
+                saver.save_last(state)
             spent = state.budget_exhausted()
             if reached.updates_of_epoch == reached.updates_per_epoch:
                 reached.epoch = epoch + 1
@@ -219,11 +230,11 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
             evaluated = _evaluate(state, loaders.validation if due else None)
             row = {f'train_{name}': value for name, value in trained.items()}
             reached.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
+            _keep_best(state, evaluated, saver)
+            saver.save_last(state)
             log.log_epoch(epoch, state.progress.updates, trained, evaluated)
             if state.world.is_primary:
                 tqdm.write(_epoch_line(state))
-            _keep_best(state, evaluated, saver)
-            saver.save_last(state)
             # It may have come during the evaluation.
             stop_if_asked()
     return state
@@ -286,20 +297,22 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
     if not math.isfinite(found['loss']):
         raise FloatingPointError(
             f'expected a finite validation loss, got {found["loss"]} after epoch {state.progress.epoch}; '
-            f'the checkpoints are those of the epoch before; {REMEDY}'
+            f'last.pth has its weights, last-1.pth those before; {REMEDY}'
         )
     return found
 
 
 def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> None:
-    """Save the weights or their average if they are the best so far."""
-    objective = state.objective
-    value, average = evaluated[objective.best], evaluated.get(f'ema_{objective.best}', math.nan)
-    averaged = state.averaged_model if objective.is_better(average, value) else None
-    value = value if averaged is None else average
+    """Save the weights or their average if they are the best so far, of equal results those with the lower loss."""
+    reached, is_better, name = state.progress, state.objective.is_better, state.objective.best
+    value, loss = evaluated[name], evaluated['loss']
+    average, average_loss = evaluated.get(f'ema_{name}', math.nan), evaluated.get('ema_loss', math.nan)
+    averaged = state.averaged_model if is_better(average, value, average_loss, loss) else None
+    if averaged is not None:
+        value, loss = average, average_loss
     # NaN is never better, so an epoch without an evaluation is never the best.
-    if objective.is_better(value, state.progress.best):
-        state.progress.best = value
+    if is_better(value, reached.best, loss, reached.best_eval_loss):
+        reached.best, reached.best_eval_loss = value, loss
         saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None)
 
 

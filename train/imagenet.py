@@ -120,7 +120,7 @@ def evaluate_weights(
     Args:
         checkpoint: The weights; None for those of the name of the model.
     """
-    model, loader = build_evaluation(config, checkpoint, world)
+    model, loader, classes = build_evaluation(config, checkpoint, world)
     if world.is_primary:
         print(f'evaluates {checkpoint or published_weights(config)}')
     metrics = evaluate(
@@ -130,6 +130,7 @@ def evaluate_weights(
         amp_dtype=AMP_DTYPES[config.run.amp],
         distributed=world.is_distributed,
         progress=progress and world.is_primary,
+        classes=classes,
     )
     if world.is_primary:
         top5 = f'  top-5 {metrics["top5"]:.3f} %' if 'top5' in metrics else ''

@@ -36,8 +36,10 @@ class Objective(ABC):
         """Return a value that is worse than any result."""
         return math.inf if self.lower_is_better else -math.inf
 
-    def is_better(self, value: float, other: float) -> bool:
-        """Return whether a value of `best` is better than another one; NaN never is."""
+    def is_better(self, value: float, other: float, loss: float = math.inf, other_loss: float = math.inf) -> bool:
+        """Return whether a value of `best` is better than another one, or equal with a lower loss; NaN never is."""
+        if value == other:
+            return loss < other_loss
         return value < other if self.lower_is_better else value > other
 
     def is_met(self, value: float) -> bool:

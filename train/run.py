@@ -56,6 +56,8 @@ def train_run(
     if resumed is not None:
         resume(state, run_dir, resumed, loaders.class_names, saver.description['data'])
         reached = state.progress
+        if continues(run_dir, resumed):
+            saver.saved_updates = reached.updates
         if not (world.have_same(reached.updates) and world.have_same(reached.epoch)):
             raise ValueError(
                 f'expected all processes to resume from the same checkpoint, but process {world.rank} has epoch '

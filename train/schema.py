@@ -31,6 +31,9 @@ class DataConfig(Source):
         eval_img_size: (H, W) in pixels of the validation images, if different.
         crop_pct: Side of the validation crop relative to the resized image; null as for `img_size`.
         num_workers: Decoding processes per loader.
+        match_classes: How the classes of weights are compared with those of the data set: by `name`, where both have
+            names, or only by `place`. Names in another order, or a part of them in evaluation, are put in order; with
+            other names evaluation is an error, and training starts with a new classifier.
     """
 
     img_size: tuple[int, int] = within('[1, 65536]', (224, 224), 'px')
@@ -42,6 +45,7 @@ class DataConfig(Source):
     eval_img_size: tuple[int, int] | None = within('[1, 65536]', None, 'px')
     crop_pct: float = within('(0, 1]', 0.875)
     num_workers: int = within('[0, 1024]', 2, 'processes')
+    match_classes: Literal['name', 'place'] = 'name'
 
     def __post_init__(self) -> None:
         # Before Source, whose errors do not have the section.
@@ -58,6 +62,11 @@ class DataConfig(Source):
             for key in ('train_sizes', 'eval_img_size'):
                 value = getattr(self, key)
                 require(f'data.{key}', value, value is None, 'null with data.max_tokens, where images keep their shape')
+
+    @property
+    def classes_by_place(self) -> bool:
+        """Return whether only the order of classes counts, not their names."""
+        return self.match_classes == 'place'
 
     @property
     def source(self) -> Source:

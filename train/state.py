@@ -1,5 +1,6 @@
 """The state of training, saved and restored."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,7 @@ class Progress:
     Attributes:
         updates_per_epoch: Optimizer steps per epoch.
         best: Best evaluation so far, by `objective.best`, of the weights or their average.
+        best_eval_loss: Validation loss of these weights, which decides between equal results.
         epoch: Finished epochs.
         updates: Optimizer steps so far.
         epoch_done: Updates of the unfinished epoch, without skipped ones.
@@ -65,6 +67,7 @@ class Progress:
 
     updates_per_epoch: int
     best: float
+    best_eval_loss: float = math.inf
     epoch: int = 0
     updates: int = 0
     epoch_done: int = 0
@@ -215,9 +218,11 @@ class TrainState:
         # Only runs with float16 have a scale.
         if content['scaler']:
             self.scaler.load_state_dict(content['scaler'])
-        for name in vars(self.progress).keys() - {'best'}:
+        for name in vars(self.progress).keys() - {'best', 'best_eval_loss'}:
             setattr(self.progress, name, content[name])
         self.progress.best = content.get(self.best_key, self.objective.worst)
+        # Of equal results, a run of an earlier version goes on with its first one.
+        self.progress.best_eval_loss = content.get('best_eval_loss', -math.inf)
         self.set_rate()
 
     def _check_optimizer(self, content: dict[str, Any], source: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import yaml
 
+from train.command_line import expand_home
+
 NULL = re.compile(r'null|Null|NULL|~|')
 BOOLEAN = re.compile(r'true|True|TRUE|false|False|FALSE')
 # A leading 0 means base 8 in YAML 1.1 and base 10 in YAML 1.2, so that it is no number here.
@@ -71,7 +73,7 @@ def read_yaml(text: str) -> Any:
 
 
 def convert_value(value: Any, hint: Any, key: str = '') -> Any:
-    """Return a value, and every value in it, in the types of their keys.
+    """Return a value, and every value in it, in the types of their keys; a text may begin with `~` or `$HOME`.
 
     Args:
         value: From `read_yaml`, or an Argument.
@@ -102,6 +104,7 @@ def convert_value(value: Any, hint: Any, key: str = '') -> Any:
             f'{key} = {value!r} is a number or a boolean only in YAML 1.1; write a number in base 10 without a leading '
             f'0, underscore or colon, true or false{"" if is_number else ", or a text in quotes"}'
         )
+    value = expand_home(value) if isinstance(value, str) else value
     return [value, value] if type(value) is int and hint in PAIRS else value
 
 

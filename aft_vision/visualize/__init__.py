@@ -27,9 +27,12 @@ from aft_vision.visualize.keys import draw_key_maps, key_maps
 from aft_vision.visualize.page import render_page
 from aft_vision.visualize.photographs import (
     Photograph,
+    SkippedImages,
     class_labels,
     class_names,
     find_photographs,
+    find_readable,
+    load_batches,
     load_image,
     load_photograph,
     predictions,

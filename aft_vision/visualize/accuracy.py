@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aft_vision.data.class_names import match_classes
 from aft_vision.visualize.figure import evenly_spaced, literal, new_figure
-from aft_vision.visualize.photographs import class_labels, load_batches, load_photograph
+from aft_vision.visualize.photographs import SkippedImages, class_labels, load_batches, load_photograph
 
 MAX_CLASSES = 40
 # With fewer images the interval of 95 % is wider than 40 points, and equal classes look very different.
@@ -38,19 +39,25 @@ class LabelledPrediction(NamedTuple):
 
 @torch.no_grad()
 def predict_labelled(
-    model: Any, paths: Sequence[Path], size: tuple[int, int] | None = None
+    model: Any,
+    paths: Sequence[Path],
+    size: tuple[int, int] | None = None,
+    skipped: SkippedImages | None = None,
 ) -> list[LabelledPrediction]:
     """Classify photographs whose folders are named after classes of the model, and leave out the others.
 
     Args:
         size: (H, W) in pixels that the model sees; None is its own.
+        skipped: Receives images that cannot be decoded; None makes them errors.
     """
-    index = {name: place for place, name in enumerate(class_labels(model))}
-    labelled = [path for path in paths if path.parent.name in index]
-    logits = [model(batch) for batch in load_batches(labelled, model, size)]
+    names = sorted({path.parent.name for path in paths})
+    index = dict(zip(names, match_classes(class_labels(model), names), strict=True))
+    labelled = [path for path in paths if index[path.parent.name] is not None]
+    logits = [model(batch) for batch in load_batches(labelled, model, size, skipped)]
     if not logits:
         return []
     probability, prediction = torch.cat(logits).float().softmax(1).max(1)
+    labelled = labelled if skipped is None else skipped.kept(labelled)
     truths = [index[path.parent.name] for path in labelled]
     found = zip(labelled, truths, prediction.tolist(), probability.tolist(), strict=True)
     return [LabelledPrediction(*each) for each in found]

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from aft_vision.files import replacing_output
+
 # Colour maps of values around 0, and of values from small to large.
 DIVERGING, SEQUENTIAL = 'RdBu_r', 'viridis'
 # In inches, like all lengths below; a page shows 100 pixels per inch.
@@ -70,9 +72,9 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure as a PNG; its folder is made if it is missing."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    """Write a figure as a PNG, complete or not at all; its folder is made if it is missing."""
+    with replacing_output(path) as file:
+        figure.savefig(file, dpi=DPI)
 
 
 def figure_png(figure: Any) -> bytes:

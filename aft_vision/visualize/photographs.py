@@ -2,8 +2,10 @@
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, res
 from torch import Tensor, nn
 
 from aft_vision.data.augment import crop_thin_images
-from aft_vision.data.images import Decoding, describe_ignored, find_images, open_image
+from aft_vision.data.images import CorruptImageError, Decoding, describe_ignored, find_images, open_image
 from aft_vision.sizes import check_channels, default_size
 from aft_vision.visualize.figure import evenly_spaced
 
@@ -37,6 +39,33 @@ class Photograph(NamedTuple):
     pixels: Tensor
 
 
+class SkippedImages:
+    """The photographs that cannot be decoded and are left out, each named once in the log.
+
+    Attributes:
+        paths: Their paths.
+    """
+
+    def __init__(self) -> None:
+        self.paths: set[Path] = set()
+
+    def add(self, path: Path, error: CorruptImageError) -> None:
+        """Leave out a photograph, and name it if it is new."""
+        if path not in self.paths:
+            self.paths.add(path)
+            _logger.warning('skipped: %s', error)
+
+    def kept(self, paths: Iterable[Path]) -> list[Path]:
+        """Return the paths that are not left out."""
+        return [path for path in paths if path not in self.paths]
+
+    def describe(self) -> str:
+        """Return how many are left out, as a sentence; '' for none."""
+        count = len(self.paths)
+        named = '1 image that cannot be decoded is' if count == 1 else f'{count} images that cannot be decoded are'
+        return f'{named} left out' if count else ''
+
+
 def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
     """Return up to `at_most` images below a folder, evenly spaced over the sorted paths, so that classes mix.
 
@@ -57,6 +86,31 @@ def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
         reason = 'which has none' if is_folder else 'which is no folder'
         raise ValueError(f'expected a folder with images, got {folder}, {reason}')
     return [files[index] for index in evenly_spaced(len(files), at_most)]
+
+
+def find_readable(folder: str | Path, at_most: int, skipped: SkippedImages) -> list[Path]:
+    """Return photographs as `find_photographs`, with the next one in place of each that cannot be decoded.
+
+    Raises:
+        ValueError: as `find_photographs`.
+        CorruptImageError: none can be decoded.
+    """
+    files = find_photographs(folder, sys.maxsize)
+    chosen: set[int] = set()
+    for start in evenly_spaced(len(files), at_most):
+        for index in chain(range(start, len(files)), range(start)):
+            if index in chosen or files[index] in skipped.paths:
+                continue
+            try:
+                open_image(files[index])
+            except CorruptImageError as error:
+                skipped.add(files[index], error)
+                continue
+            chosen.add(index)
+            break
+    if not chosen:
+        raise CorruptImageError(f'expected an image that can be decoded in {folder}, got none of {len(files)}')
+    return [files[index] for index in sorted(chosen)]
 
 
 @cache
@@ -115,12 +169,29 @@ def _crop(image: Image, config: dict[str, Any], size: tuple[int, int]) -> Tensor
     return transform(image.convert('L') if channels == 1 else image)
 
 
-def load_batches(paths: Sequence[Path], model: nn.Module, size: Sequence[int] | None = None) -> Iterator[Tensor]:
-    """Yield images (B, C, H, W) as by `load_image`, on the device of the model, BATCH at a time."""
+def load_batches(
+    paths: Sequence[Path],
+    model: nn.Module,
+    size: Sequence[int] | None = None,
+    skipped: SkippedImages | None = None,
+) -> Iterator[Tensor]:
+    """Yield images (B, C, H, W) as by `load_image`, on the device of the model, BATCH at a time.
+
+    Args:
+        skipped: Receives images that cannot be decoded; None makes them errors.
+    """
     device = next(model.parameters()).device
     for start in range(0, len(paths), BATCH):
-        batch = [load_image(path, model, size) for path in paths[start : start + BATCH]]
-        yield torch.cat(batch).to(device)
+        batch = []
+        for path in paths[start : start + BATCH]:
+            try:
+                batch.append(load_image(path, model, size))
+            except CorruptImageError as error:
+                if skipped is None:
+                    raise
+                skipped.add(path, error)
+        if batch:
+            yield torch.cat(batch).to(device)
 
 
 def class_labels(model: Any) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from aft_vision.data.class_names import match_classes
 from aft_vision.layers import aft_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
@@ -32,7 +33,14 @@ from aft_vision.visualize.figure import evenly_spaced, figure_png
 from aft_vision.visualize.history import draw_history
 from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import definitions, paragraph, picture, table
-from aft_vision.visualize.photographs import class_labels, class_names, load_batches, load_photograph, predictions
+from aft_vision.visualize.photographs import (
+    SkippedImages,
+    class_labels,
+    class_names,
+    load_batches,
+    load_photograph,
+    predictions,
+)
 
 
 class Section(NamedTuple):
@@ -59,6 +67,7 @@ class Report:
         facts: Further facts about the model, such as its accuracy.
         query: (row, column) of the token whose attention is drawn; None means the centre.
         max_heads: Number of heads to draw per layer.
+        skipped: Receives images of `averaged` and `labelled` that cannot be decoded.
     """
 
     model: nn.Module
@@ -73,6 +82,7 @@ class Report:
     facts: Mapping[str, str] = field(default_factory=dict)
     query: tuple[int, int] | None = None
     max_heads: int = 16
+    skipped: SkippedImages = field(default_factory=SkippedImages)
 
     @property
     def name(self) -> str:
@@ -91,7 +101,8 @@ def report_sections(report: Report) -> list[Section]:
     sections = [Section('Model', partial(_model_section, report))]
     if report.history:
         sections.append(Section('Training', partial(_training_section, report)))
-    if {path.parent.name for path in report.labelled} & {*class_labels(report.model)}:
+    folders = sorted({path.parent.name for path in report.labelled})
+    if any(place is not None for place in match_classes(class_labels(report.model), folders)):
         sections.append(Section('Accuracy', partial(_accuracy_section, report)))
     if any(mixer.evaluated_bias() is not None for mixer in aft_mixers(report.model)):
         sections.append(Section('Position biases', partial(_bias_section, report)))
@@ -134,7 +145,10 @@ def _training_section(report: Report) -> str:
 
 
 def _accuracy_section(report: Report) -> str:
-    names, answers = class_names(report.model), predict_labelled(report.model, report.labelled, report.size)
+    names = class_names(report.model)
+    answers = predict_labelled(report.model, report.labelled, report.size, report.skipped)
+    if not answers:
+        return paragraph(f'{report.skipped.describe()}.')
     right = sum(each.is_right for each in answers)
     share = right / len(answers)
     error = math.sqrt(share * (1 - share) / len(answers))
@@ -148,6 +162,7 @@ def _accuracy_section(report: Report) -> str:
             f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels. '
             'Points in the picture have intervals of 95 % (Wilson), and the number of images is in brackets. '
             f'{len(images) - count} of {len(images)} classes, which have fewer than {MIN_IMAGES} images, are left out.'
+            + (f' {report.skipped.describe()}.' if report.skipped.paths else '')
         )
     ]
     by = f'class: the {MAX_CLASSES} lowest and highest of {count}' if len(classes) == MAX_CLASSES < count else 'class'
@@ -204,11 +219,13 @@ def _relative_section(report: Report) -> str:
         if model is not None:
             name = _name(model) if _name(model) not in maps else f'{_name(model)} (this one)'
             heads[name] = evenly_spaced(attention_heads(model), max(1, left if model is report.model else left // 2))
-            maps[name] = relative_attention(model, load_batches(report.averaged, model, size), heads[name])
+            maps[name] = relative_attention(
+                model, load_batches(report.averaged, model, size, report.skipped), heads[name]
+            )
             left -= len(heads[name])
     words = paragraph(
-        f'Mean over {len(report.averaged)} images and all query positions. The implicit attention of AFT is softmax('
-        'key + position bias) over the sources (AFT Eq. 3). Class and register tokens are left out.'
+        f'Mean over {len(report.skipped.kept(report.averaged))} images and all query positions. The implicit '
+        'attention of AFT is softmax(key + position bias) over the sources (AFT Eq. 3). Class and register tokens are left out.'
     )
     alt = f'Average attention by the offset from query to key, for each layer and head drawn, of {" and ".join(maps)}'
     return words + picture(figure_png(draw_relative_attention(maps, heads)), alt)
@@ -242,7 +259,8 @@ def _photograph_section(report: Report, path: Path) -> str:
 
 def _truth(model: nn.Module, path: Path) -> str | None:
     """Return the name of the class that the folder of a photograph is named after, or None."""
-    return dict(zip(class_labels(model), class_names(model), strict=True)).get(path.parent.name)
+    (place,) = match_classes(class_labels(model), [path.parent.name])
+    return None if place is None else class_names(model)[place]
 
 
 def _name(model: Any) -> str:

@@ -14,6 +14,7 @@ from aft_vision.data import NativeShape, Preprocessing, create_eval_loader
 from aft_vision.evaluate import evaluate
 from aft_vision.models.checkpoint import load_model
 from aft_vision.resolution import AveragedPrediction
+from tools import eval_resolution
 from tools.arguments import parse_sizes
 from tools.eval_resolution import ClassEvaluator, main, parse_args
 
@@ -338,3 +339,26 @@ def test_an_earlier_table_is_replaced_only_on_request(tmp_path, several):
     rows = run_on(data, paths, '32')
     assert len(rows) == len(paths)
     assert table.read_text() != '{}'
+
+
+def test_an_error_leaves_the_rows_that_were_measured_and_the_earlier_table(tmp_path, monkeypatch):
+    kwargs, data = dict(depth=1, embed_dim=8, num_heads=4, num_classes=2), make_noise(tmp_path)
+    path = save_model(tmp_path / 'a.pth', 'aft_conv_nano', timm.create_model('aft_conv_nano', **kwargs), kwargs)
+    rows, original = run_on(data, [path], '32'), eval_resolution.evaluate_at
+    earlier = (tmp_path / 'eval_resolution.json').read_text()
+
+    def evaluate_at(model, view, *args):
+        if view == [(64, 64)]:
+            raise torch.OutOfMemoryError
+        return original(model, view, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eval_resolution, 'evaluate_at', evaluate_at)
+        with pytest.raises(torch.OutOfMemoryError):
+            run_on(data, [path], '32', '64')
+    part = tmp_path / 'eval_resolution.json.part'
+    (table,) = json.loads(part.read_text())['checkpoints']
+    assert [row['top1'] for row in table['sizes']] == [rows[0]['top1']]
+    assert (tmp_path / 'eval_resolution.json').read_text() == earlier
+    run_on(data, [path], '32')
+    assert not part.exists()

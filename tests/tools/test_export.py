@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from helpers import save_model
+from helpers import make_folder, save_model
 from PIL import Image
 
 from aft_vision.export.program import TOLERANCE
@@ -62,6 +62,18 @@ def test_a_name_of_timm_and_its_arguments_are_taken(tmp_path, capsys):
     assert model(torch.zeros(1, 3, 16, 24)).shape == (1, 3)
     made = timm.create_model('aft_conv_tiny', **KWARGS)
     assert sum(x.numel() for x in model.parameters()) == sum(x.numel() for x in made.parameters())
+
+
+def test_photographs_that_cannot_be_decoded_are_left_out_of_the_scales(checkpoint, tmp_path, monkeypatch, capsys):
+    chosen = []
+    monkeypatch.setattr(export, 'export_onnx', lambda model, path, *args, **kwargs: path.write_bytes(b'float32') and [])
+    monkeypatch.setattr(export, 'quantize_onnx', lambda path, mode, images: chosen.append(len(images)) or 1.0)
+    data = make_folder(tmp_path, {'photographs': ['a']}, images=3) / 'photographs'
+    (data / 'a' / '1.png').write_bytes(b'damaged')
+    options = ['--format', 'onnx', '--int8', 'static', '--data', str(data), '--out', str(tmp_path / 'model.onnx')]
+    main(['--checkpoint', str(checkpoint), *options])
+    assert chosen == [2]
+    assert '1 image that cannot be decoded is left out' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,21 @@ def test_another_model_of_the_same_name_is_told_apart(tmp_path):
     assert 'of aft_conv_tiny and aft_conv_tiny (this one)' in text
 
 
+def test_images_that_cannot_be_decoded_are_named_once_counted_and_left_out(tmp_path, capsys, caplog):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    images = make_folder(tmp_path, {'images': ['a', 'b']}, images=2) / 'images'
+    for name in ('a/0.png', 'b/1.png'):
+        (images / name).write_bytes(b'damaged')
+    path = main(['--checkpoint', str(checkpoint), '--images', str(images), '--size', '32', '--max-images', '1'])
+    text = path.read_text()
+    assert 'on 2 images whose' in text
+    assert 'Mean over 2 images' in text
+    assert '<h2>a/1.png</h2>' in text
+    assert '2 images that cannot be decoded are left out' in text
+    assert '2 images that cannot be decoded are left out' in capsys.readouterr().out
+    assert [caplog.text.count(name) for name in ('a/0.png', 'b/1.png')] == [1, 1]
+
+
 def test_the_examples_have_the_size_that_the_model_sees(tmp_path, monkeypatch):
     checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
     make_folder(tmp_path, {'images': ['a']}, images=1)

@@ -1,8 +1,11 @@
 import csv
+import itertools
 import json
 import math
+import pkgutil
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,6 +20,8 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from aft_vision.data import STEP, Augmentation, Loaders, derive_seed
+from aft_vision.data.images import CorruptImageError
+from aft_vision.data.shards import WebDataset
 from train.build import create_state
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError
@@ -393,6 +398,28 @@ def test_best_keeps_the_average_where_it_is_better_than_the_weights(tmp_path, mo
     torch.testing.assert_close(last['ema_state_dict'], state.averaged_model.state_dict())
 
 
+@pytest.mark.parametrize('resumed', [False, True])
+def test_of_equal_results_the_one_with_the_lower_loss_is_the_best(tmp_path, monkeypatch, resumed):
+    # The weights and their average, epoch by epoch.
+    results = iter(
+        [(80.0, 0.9), (80.0, 0.9), (80.0, 0.6), (80.0, 0.5), (80.0, 0.7), (70.0, 0.1), (80.0, 0.5), (60.0, 0.1)]
+    )
+
+    def score(models, *args, **kwargs):
+        return [{'loss': loss, 'top1': top1} for top1, loss in (next(results) for _ in models)]
+
+    monkeypatch.setattr('train.engine.evaluate_all', score)
+    state = make_state(ema=EmaConfig(decay=0.9))
+    if resumed:
+        state.loop = replace(state.loop, epochs=2)
+        run(state, tmp_path)
+        state = make_state(ema=EmaConfig(decay=0.9))
+        state.load_state_dict(torch.load(tmp_path / 'last.pth', weights_only=True), 'last.pth')
+    run(state, tmp_path)
+    best = torch.load(tmp_path / 'best.pth', weights_only=True)
+    assert (best['epoch'], best['best_top1'], best['averaged']) == (2, 80.0, True)
+
+
 def _clone(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -489,7 +516,68 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path):
     broken = [(images * float('inf'), targets) for images, targets in make_batches()]
     with pytest.raises(FloatingPointError, match='a finite validation loss, got nan after epoch 1'):
         run(make_state(), tmp_path, broken)
-    assert not (tmp_path / 'last.pth').exists()
+    assert not (tmp_path / 'best.pth').exists()
+
+
+@pytest.mark.parametrize('epoch', [1, 4])
+@pytest.mark.parametrize('fails', ['train.engine.evaluate_all', 'train.log.update_summary', 'tqdm.tqdm.write'])
+def test_an_epoch_is_saved_before_what_may_fail_after_it_and_gone_on_with_exactly(fails, epoch, tmp_path, monkeypatch):
+    def start() -> TrainState:
+        return make_state(ema=EmaConfig(decay=0.9))
+
+    whole, state = start(), start()
+    run(whole, tmp_path / 'whole')
+    original, calls = pkgutil.resolve_name(fails), itertools.count(1)
+
+    def function(*args, **kwargs):
+        if next(calls) == epoch:
+            raise OSError('no space left')
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fails, function)
+        with pytest.raises(OSError, match='no space left'):
+            run(state, tmp_path / 'ended')
+    last = torch.load(tmp_path / 'ended' / 'last.pth', weights_only=True)
+    assert last['updates'] == 6 * epoch
+    restored = start()
+    restored.load_state_dict(last, 'last.pth')
+    run(restored, tmp_path / 'ended')
+    rows = [
+        [{k: row[k] for k in ('epoch', 'train_loss', 'eval_top1', 'eval_ema_loss')} for row in each]
+        for each in (whole.progress.history, restored.progress.history)
+    ]
+    assert rows[0] == rows[1]
+    for name in ('last.pth', 'best.pth'):
+        ends = [torch.load(tmp_path / folder / name, weights_only=True) for folder in ('whole', 'ended')]
+        for key in ('state_dict', 'epoch', 'updates', 'best_top1'):
+            torch.testing.assert_close(ends[1][key], ends[0][key], rtol=0, atol=0)
+
+
+def test_the_updates_before_a_training_image_that_cannot_be_read_are_saved(tmp_path):
+    class Damaged(list):
+        def __iter__(self):
+            yield from make_batches()[:4]
+            raise CorruptImageError('1.jpg')
+
+    saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
+    with pytest.raises(CorruptImageError):
+        fit(make_state(), Loaders(Damaged(), make_batches(), []), saver, progress=False)
+    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 4
+
+
+def test_an_epoch_of_a_stream_that_is_trained_and_not_evaluated_is_not_trained_again(tmp_path):
+    class Stream(list):
+        dataset = object.__new__(WebDataset)
+
+    state = make_state(schedule=ScheduleConfig(epochs=1, warmup_epochs=0))
+    train_one_epoch(state, make_batches(), progress=False)
+    trained = _clone(state.model)
+    fit(
+        state, Loaders(Stream(), make_batches(), []), Saver(tmp_path, DESCRIPTION, keep=1, minutes=None), progress=False
+    )
+    torch.testing.assert_close(_clone(state.model), trained, rtol=0, atol=0)
+    assert len(state.progress.history) == 1
 
 
 def test_a_budget_of_seconds_ends_a_run_within_an_epoch(tmp_path, monkeypatch):

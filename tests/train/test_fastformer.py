@@ -75,7 +75,7 @@ def test_a_run_leaves_a_summary_of_its_seeds(trained):
         assert [epoch['epoch'] for epoch in result['epochs']] == [1.0, 1.5]
         assert result['seconds_per_epoch'] > 0
         assert result['memory_mb'] > 10
-        best = max(result['epochs'], key=lambda epoch: epoch['accuracy'])
+        best = max(result['epochs'], key=lambda epoch: (epoch['accuracy'], -epoch['loss']))
         assert (result['best_epoch'], result['validation_macro_f']) == (best['epoch'], best['macro_f'])
     accuracies = [result['test_accuracy'] for result in written['runs']]
     assert written['test_accuracy']['mean'] == pytest.approx(sum(accuracies) / 2)
@@ -149,6 +149,19 @@ def test_an_evaluation_that_was_cut_short_is_done_again(trained, pairs, tmp_path
         with pytest.raises(RuntimeError, match='killed'):
             fastformer.main(cut)
     assert fastformer.main([*cut, 'run.resume=auto'])['runs'][0]['epochs'] == trained[1]['runs'][1]['epochs']
+
+
+def test_of_epochs_with_equal_results_the_one_with_the_lower_loss_is_tested(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr('train.fastformer.classification.accuracy_score', lambda *args, **kwargs: 0.5)
+    monkeypatch.setattr('train.fastformer.classification.f1_score', lambda *args, **kwargs: 0.5)
+    (run,) = fastformer.main(arguments(pairs, tmp_path, 'schedule.epochs=3', 'run.keep=9', 'run.seeds=[1]'))['runs']
+    least = min(run['epochs'], key=lambda epoch: epoch['loss'])
+    assert run['best_epoch'] == least['epoch'] > run['epochs'][0]['epoch']
+    folder = tmp_path / 'seed_1'
+    saved = sorted(folder.glob('checkpoint-*'), key=lambda path: int(path.name.partition('-')[2]))
+    expected = load_file(saved[run['epochs'].index(least)] / 'model.safetensors')
+    found = load_file(folder / 'best' / 'model.safetensors')
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def test_ctrl_c_saves_and_prints_the_command_that_goes_on(trained, pairs, tmp_path, monkeypatch, capsys):

@@ -1,13 +1,15 @@
 import csv
 import json
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from helpers import link_photographs, make_folder, save_model
+from helpers import CLOTHING, link_photographs, make_folder, save_model
 from PIL import Image
 from timm.data import create_dataset, create_loader
 from timm.utils import AverageMeter, accuracy
@@ -171,8 +173,8 @@ def test_a_run_keeps_the_normalisation_of_the_checkpoint_that_it_starts_from(few
     world, config = World(torch.device('cpu')), load_config(ONE_EPOCH[-1], few)
     started = load_config(ONE_EPOCH[-1], [*few, *start])
     loaders = imagenet.build_loaders(started, resolve_images(started), world)
-    _, evaluated = build_evaluation(config, tmp_path / 'run', world)
-    _, other = build_evaluation(config, run_dir, world)
+    _, evaluated, _ = build_evaluation(config, tmp_path / 'run', world)
+    _, other, _ = build_evaluation(config, run_dir, world)
     wanted, found, different = (next(iter(each))[0] for each in (loaders.validation, evaluated, other))
     torch.testing.assert_close(found, wanted)
     assert not torch.allclose(different, wanted)
@@ -278,7 +280,7 @@ def test_evaluation_is_that_of_timms_script_image_for_image(tmp_path, capsys):
     assert f'top-1 {meters[0].avg:.3f} %  top-5 {meters[1].avg:.3f} %' in shown
     assert 'images 200' in shown
     config = load_config(arguments[-1])
-    evaluated, ours = build_evaluation(config, None, World(torch.device('cpu')))
+    evaluated, ours, _ = build_evaluation(config, None, World(torch.device('cpu')))
     found = torch.cat([evaluated.eval()(images) for images, _ in ours])
     torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-5, atol=1e-5)
     assert torch.equal(found.topk(5).indices, torch.cat(wanted).topk(5).indices)
@@ -328,14 +330,87 @@ def test_weights_of_other_classes_or_of_another_model_are_not_evaluated(run_dir,
     renamed = make_folder(tmp_path / 'renamed', {'val': ['a', *sorted(names)[1:]]}, 1)
     arguments = [*ONE_EPOCH, '--eval', f'run.dir={tmp_path / "run"}']
     best = f'run.init_from={run_dir / "best.pth"}'
-    with pytest.raises(ValueError, match=r'expected the classes of the model in .*, got a for dress'):
+    with pytest.raises(
+        ValueError,
+        match=r'expected the classes of the model in .*, got a, where the model has dress; data\.match_classes=place',
+    ):
         main([*arguments, best, f'data.dir={renamed}'])
     with pytest.raises(ValueError, match=r'best\.pth'):
         main([*arguments, best, DATA, 'model.depth=2'])
     fewer = make_folder(tmp_path / 'fewer', {'val': ['a', 'b']})
     _, untrained_arguments = untrained(tmp_path)
-    with pytest.raises(ValueError, match='a data set of 10 classes, as the weights have, got 2'):
+    with pytest.raises(ValueError, match=r'expected 10 classes in .*fewer, as many as the model has, got 2'):
         main([*untrained_arguments, f'data.dir={fewer}'])
+
+
+NEW = 'a new classifier, as the data set has other classes'
+
+
+@pytest.mark.parametrize('published', [False, True])
+@pytest.mark.parametrize(
+    ('names', 'more', 'rows', 'said'),
+    [
+        (['ant', 'cat', 'dog'], [], [0, 1, 2], ''),
+        (['ant', 'bee', 'dog'], [], None, rf'{NEW} \(bee\) than the weights \(cat\); data.match_classes=place'),
+        (['ant', 'bee', 'dog'], ['data.match_classes=place'], [0, 1, 2], ''),
+        (['0', '1', '2'], [], [0, 1, 2], ''),
+        (['ant', 'cat'], [], None, rf'{NEW} \(fewer\) than the weights \(dog\)'),
+    ],
+)
+def test_a_classifier_of_other_classes_is_new_and_it_is_said(tmp_path, capsys, published, names, more, rows, said):
+    started, weights = started_from(['ant', 'cat', 'dog'], names, published, tmp_path, more)
+    found = capsys.readouterr().err
+    assert re.search(said, found) if said else 'classifier' not in found
+    if rows is not None:
+        torch.testing.assert_close(started, weights[rows])
+    else:
+        assert len(started) == len(names)
+        assert not torch.isclose(started, weights[: len(names)]).any()
+
+
+@pytest.mark.parametrize('published', [False, True])
+def test_a_classifier_of_the_same_classes_in_another_order_is_put_in_order(tmp_path, capsys, published):
+    started, weights = started_from(['dog', 'ant', 'cat'], ['ant', 'cat', 'dog'], published, tmp_path)
+    torch.testing.assert_close(started, weights[[1, 2, 0]])
+    assert 'in the order of the classes' in capsys.readouterr().err
+
+
+def started_from(
+    trained: list[str], names: list[str], published: bool, folder: Path, more: Sequence[str] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The classifier that a run on classes starts with, and that of weights of other classes."""
+    data = make_folder(folder / 'data', {'train': names, 'val': names})
+    shape = dict(img_size=32, embed_dim=24, depth=1, num_heads=1, patch_size=16)
+    model = timm.create_model('vit_tiny_patch16_224', num_classes=len(trained), **shape)
+    file = save_model(folder / 'x.pth', 'vit_tiny_patch16_224', model, {**shape, 'num_classes': 3}, class_names=trained)
+    start = [f'run.init_from={file}']
+    if published:
+        torch.save(model.state_dict(), file)
+        overlay = f'{{file: {file}, num_classes: {len(trained)}, label_names: [{", ".join(trained)}]}}'
+        start = ['model.pretrained=true', f'model.pretrained_cfg_overlay={overlay}']
+    keys = [f'model.{name}={value}' for name, value in shape.items()]
+    keys += ['model.name=vit_tiny_patch16_224', f'data.dir={data}', 'data.batch_size=2', 'data.num_workers=0']
+    config, world = load_config(ONE_EPOCH[-1], [*keys, *start, *more]), World(torch.device('cpu'))
+    images = resolve_images(config)
+    state, _ = imagenet.build_state(config, images, imagenet.build_loaders(config, images, world), world)
+    return state.model.head.weight.detach(), model.head.weight.detach()
+
+
+def test_published_weights_of_other_classes_are_not_evaluated(tmp_path):
+    arguments = ['--quiet', '--eval', '--config', str(ROOT / 'configs' / 'finetune.yaml'), 'run.reset_head=false']
+    with pytest.raises(ValueError, match='got dress, hat, longsleeve and 7 more, where the model has n01440764'):
+        main([*arguments, DATA, f'run.dir={tmp_path}'])
+
+
+def test_some_classes_of_the_weights_in_any_order_are_evaluated_among_themselves(run_dir, tmp_path, capsys):
+    shoes, dress = (CLOTHING / 'validation' / name for name in ('shoes', 'dress'))
+    (tmp_path / 'val').mkdir()
+    for source in (shoes, dress):
+        (tmp_path / 'val' / source.name).symlink_to(source)
+    main([*ONE_EPOCH, '--eval', f'run.init_from={run_dir}', f'data.dir={tmp_path}', f'run.dir={tmp_path / "run"}'])
+    printed = capsys.readouterr().out
+    assert 'has 2 of the 10 classes of the model' in printed
+    assert 'top-5' not in printed
 
 
 def test_a_model_of_fixed_input_size_is_evaluated_at_another(few, tmp_path, capsys):

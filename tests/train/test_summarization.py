@@ -149,6 +149,26 @@ def test_the_tool_summarizes_files_and_standard_input(trained, tmp_path, capsys,
     assert capsys.readouterr().out == 'w3 w1\n'
 
 
+def test_the_tool_keeps_what_was_summarized_before_an_error(trained, tmp_path, monkeypatch):
+    best = trained[0] / 'seed_0' / 'best'
+    (tmp_path / 'a.txt').write_text('w1 w2')
+    out = tmp_path / 'out.jsonl'
+    out.write_text('earlier')
+    original, calls = tool.summarize, []
+
+    def summarize(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(tool, 'summarize', summarize)
+    with pytest.raises(MemoryError):
+        tool.main(['--model', str(best), *[str(tmp_path / 'a.txt')] * 2, '--batch-size', '1', '--out', str(out)])
+    assert out.read_text() == 'earlier'
+    assert (tmp_path / 'out.jsonl.part').read_text().count('a.txt') == 1
+
+
 def test_no_summary_is_shorter_than_the_experiment_and_the_tool_say(trained, first_words, tmp_path):
     folder, _ = trained
     best = folder / 'seed_0' / 'best'

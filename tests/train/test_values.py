@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from train.config import load_config, save_config
+from train.config_layers import command_line_text
 from train.convert_schema import ConvertConfig
 from train.fastformer.tasks import load_text_config
 from train.schema import Config
@@ -59,6 +60,29 @@ def test_an_unquoted_text_in_a_file_keeps_its_characters(tmp_path, text):
     file.write_text(f'base: {text}\nmodel: {{name: aft_conv_tiny, mixer: {text}}}\nrun: {{dir: {text}}}\n')
     config = load_config(file)
     assert (config.data.dir, config.data.train_split, config.run.dir, config.model['mixer']) == (text,) * 4
+
+
+@pytest.mark.parametrize('home', ['~', '$HOME', '${HOME}'])
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch, home):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'base.yaml').write_text(f'data: {{dir: "{home}/pets"}}\nmodel: {{name: aft_conv_tiny}}\n')
+    (tmp_path / 'file.yaml').write_text(f'base: {home}/base.yaml\nrun:\n  dir: {home}/runs/mine\n')
+    overlay = f'model.pretrained_cfg_overlay={{file: "{home}/x.pth"}}'
+    config = load_config(
+        tmp_path / 'file.yaml', [f'run.init_from={home}', f'distill.teacher=local-dir:{home}/t', overlay]
+    )
+    assert (config.data.dir, config.run.dir) == (f'{tmp_path}/pets', f'{tmp_path}/runs/mine')
+    assert (config.run.init_from, config.distill.teacher) == (
+        None if home == '~' else str(tmp_path),
+        f'local-dir:{tmp_path}/t',
+    )
+    assert config.model['pretrained_cfg_overlay'] == {'file': f'{tmp_path}/x.pth'}
+    assert command_line_text([f'run.init_from={home}/x'], 'run.init_from') == f'{tmp_path}/x'
+
+
+def test_a_text_that_only_looks_like_the_home_folder_keeps_its_characters():
+    texts = ('~draft.jpg', 'a~/b', '$HOMES/a', 'a/$HOME', './~/a')
+    assert [load('clothing_demo', f'data.dir={text}').data.dir for text in texts] == [*texts]
 
 
 def test_each_text_of_a_list_keeps_its_characters():

@@ -6,6 +6,7 @@ import timm
 import torch
 from helpers import photographs
 
+from aft_vision.data import CorruptImageError
 from aft_vision.visualize.accuracy import (
     LabelledPrediction,
     by_class,
@@ -14,6 +15,7 @@ from aft_vision.visualize.accuracy import (
     interval,
     predict_labelled,
 )
+from aft_vision.visualize.photographs import SkippedImages
 
 NAMES = ['hat', 'shoe', 'shirt']
 
@@ -79,6 +81,12 @@ def test_photographs_of_named_folders_are_judged_as_the_model_sees_them(tmp_path
     assert (shoe.is_right, hat.is_right) == (True, False)
     assert hat.probability == pytest.approx(math.e / (math.e + 2))
     assert predict_labelled(model, paths[2:]) == []
+    damaged, skipped = tmp_path / 'hat' / '0.png', SkippedImages()
+    damaged.write_bytes(b'damaged')
+    assert predict_labelled(model, [damaged, *paths], skipped=skipped) == [shoe, hat]
+    assert skipped.paths == {damaged}
+    with pytest.raises(CorruptImageError):
+        predict_labelled(model, [damaged, *paths])
     figure = draw_examples([shoe, hat], NAMES, model, columns=2)
     shown = [(axes.get_title(), *(text.get_text() for text in axes.texts)) for axes in figure.axes if axes.get_title()]
     said = 'prediction (58%):\nshoe'

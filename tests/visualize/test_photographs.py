@@ -10,11 +10,13 @@ from timm.data import create_transform, resolve_model_data_config
 
 from aft_vision.data import CorruptImageError, Preprocessing, create_eval_loader
 from aft_vision.visualize import (
+    SkippedImages,
     capture_mixers,
     class_labels,
     class_names,
     draw_key_maps,
     find_photographs,
+    find_readable,
     load_image,
     load_photograph,
     predictions,
@@ -43,6 +45,25 @@ def test_image_files_are_found_whatever_the_case_of_their_names(tmp_path):
     for name in ('a.JPEG', 'b.Png'):
         (tmp_path / name).touch()
     assert [path.name for path in find_photographs(tmp_path, 5)] == ['a.JPEG', 'b.Png']
+
+
+def test_the_next_image_takes_the_place_of_one_that_cannot_be_decoded(tmp_path, caplog):
+    make_folder(tmp_path, {'val': ['a', 'b']}, images=3)
+    for name in ('a/0.png', 'b/2.png'):
+        (tmp_path / 'val' / name).write_bytes(b'damaged')
+    skipped = SkippedImages()
+    found = [path.relative_to(tmp_path / 'val').as_posix() for path in find_readable(tmp_path, 2, skipped)]
+    assert found == ['a/1.png', 'a/2.png']
+    assert len(find_readable(tmp_path, 100, skipped)) == 4
+    for name in ('a/0.png', 'b/2.png'):
+        assert caplog.text.count(name) == 1
+    assert skipped.describe() == '2 images that cannot be decoded are left out'
+
+
+def test_a_folder_in_which_no_image_can_be_decoded_is_rejected(tmp_path):
+    (tmp_path / 'a.png').write_bytes(b'damaged')
+    with pytest.raises(CorruptImageError, match='got none of 1'):
+        find_readable(tmp_path, 2, SkippedImages())
 
 
 @pytest.mark.parametrize(('at_most', 'message'), [(2, 'a folder with images'), (0, 'at least 1 image')])

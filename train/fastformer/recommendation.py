@@ -28,7 +28,7 @@ from aft_vision.fastformer.ranking import score_behaviors
 from train.fastformer.recommendation_data import RecommendationData, read_splits
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
-from train.fastformer.trainer import with_epochs
+from train.fastformer.trainer import EpochTrainer, with_epochs
 from train.schema import require
 
 PREDICTION = 'prediction_{split}.zip'
@@ -73,7 +73,7 @@ class ClickOrder(Sampler):
         return iter((order + self.epoch * self.samples).tolist())
 
 
-class RecommendationTrainer(Trainer):
+class RecommendationTrainer(EpochTrainer):
     """transformers' Trainer, whose evaluation encodes each news once and ranks whole impressions."""
 
     model: Any

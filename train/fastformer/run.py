@@ -333,8 +333,8 @@ class TextRun(ABC):
         """Return the result of one seed: the best epoch by validation, its test, and the time and memory it took."""
         key, history = f'eval_{self.best_metric}', trainer.state.log_history
         evaluated = [row for row in history if key in row]
-        choose = min if self.best_metric == 'loss' else max
-        best = choose(evaluated, key=lambda row: row[key])
+        sign = -1 if self.best_metric == 'loss' else 1
+        best = max(evaluated, key=lambda row: (sign * row[key], -row.get('eval_loss', 0)))
         measured = [row for row in history if 'memory_mb' in row]
         seconds = sum(row['seconds'] for row in measured) / sum(row['updates'] for row in measured)
         return {

@@ -1,6 +1,5 @@
 """Summarisation (Fastformer Table 6)."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from aft_vision.fastformer import FastformerForConditionalGeneration
 from aft_vision.fastformer.data import tokenize_dataset
 from aft_vision.fastformer.rouge import ROUGES, lead, rouge, rouge_of_each
 from aft_vision.fastformer.summarize import decode
+from aft_vision.files import keeping_rows
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.summaries import Generation, SummarizationData, read_splits
@@ -152,8 +152,6 @@ def write_summaries(
     path: Path, references: Sequence[str], summaries: Sequence[str], scores: Sequence[dict[str, float]]
 ) -> None:
     """Write JSON lines, one per text: its number, the reference, the summary and its ROUGE."""
-    lines = [
-        json.dumps({'row': row, 'reference': reference, 'summary': summary, **score}, ensure_ascii=False)
-        for row, (reference, summary, score) in enumerate(zip(references, summaries, scores, strict=True))
-    ]
-    path.write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    with keeping_rows(path) as keep:
+        for row, (reference, summary, score) in enumerate(zip(references, summaries, scores, strict=True)):
+            keep({'row': row, 'reference': reference, 'summary': summary, **score})

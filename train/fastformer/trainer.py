@@ -1,5 +1,6 @@
 """transformers' Trainer for the tasks: arguments, order of texts, metrics and checkpoints."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,24 @@ def with_epochs(trainer: Trainer, sampler: Sampler) -> Sampler:
     return sampler
 
 
-class TextTrainer(Trainer):
+class EpochTrainer(Trainer):
+    """transformers' Trainer that of epochs with equal results keeps the one with the lower validation loss."""
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        state, name = self.state, f'eval_{self.args.metric_for_best_model}'
+        if metrics[name] == state.best_metric and metrics.get('eval_loss', math.inf) < _loss_at(state):
+            state.best_global_step = state.global_step
+            return True
+        return super()._determine_best_metric(metrics, trial)
+
+
+def _loss_at(state: TrainerState) -> float:
+    """Return the validation loss of the best epoch so far."""
+    best = [row for row in state.log_history if row.get('step') == state.best_global_step and 'eval_loss' in row]
+    return best[-1]['eval_loss'] if best else -math.inf
+
+
+class TextTrainer(EpochTrainer):
     """transformers' Trainer with batches of texts of similar length that do not depend on interruptions."""
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
