@@ -7,31 +7,43 @@ from functools import cache
 
 from timm.data import ImageNetInfo
 
-SYNSET = re.compile(r'n\d{8}')
+# Alone, or after the words of two classes.
+SYNSET = re.compile(r'(?:^|\()(n\d{8})\)?$')
 # Names that a message lists.
 MAX_LISTED = 3
+
+
+def normal_name(name: str) -> str:
+    """Return the name of a class in the one form of Unicode in which names are compared."""
+    return unicodedata.normalize('NFC', name)
 
 
 def match_classes(trained: Sequence[str], wanted: Sequence[str]) -> list[int | None]:
     """Return the place among trained classes of each wanted one, None for another class.
 
     Accents count in either form of Unicode. A synset of ImageNet (n01440764) is the same class as its words (`tench,
-    Tinca tinca`) or the first of them.
+    Tinca tinca`), the first of them, and that with the synset (`crane (n03126707)`), which are also equal to each other
+    unless another class has exactly the wanted name.
     """
-    of_both = (*trained, *wanted)
-    # Words stand for synsets only where one side has synsets.
-    mixed = any(map(SYNSET.fullmatch, of_both)) and not all(map(SYNSET.fullmatch, of_both))
-    keys = [_keys(name, mixed) for name in trained]
-    places: dict[str, list[int]] = {}
+    exact = _places([[normal_name(name)] for name in trained])
+    found = [exact.get(normal_name(name), []) for name in wanted]
+    if not all(found):
+        of_synsets = _places([_synsets_of(name) for name in trained])
+        found = [
+            places or sorted({place for key in _synsets_of(name) for place in of_synsets.get(key, ())})
+            for name, places in zip(wanted, found, strict=True)
+        ]
+    # Some words are those of two classes, such as crane, which their place tells apart.
+    own = [[index] if index in places else places for index, places in enumerate(found)]
+    return [places[0] if len(places) == 1 else None for places in own]
+
+
+def _places(keys: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """Return the places of the classes that have each key."""
+    found: dict[str, list[int]] = {}
     for place, each in enumerate(keys):
         for key in each:
-            places.setdefault(key, []).append(place)
-    found: list[int | None] = []
-    for index, name in enumerate(wanted):
-        candidates = sorted({place for key in _keys(name, mixed) for place in places.get(key, ())})
-        # Some words are those of two classes, such as crane, which their place tells apart.
-        own = [index] if index in candidates else candidates
-        found.append(own[0] if len(own) == 1 else None)
+            found.setdefault(key, []).append(place)
     return found
 
 
@@ -40,9 +52,11 @@ def list_names(names: Sequence[str]) -> str:
     return ', '.join(names[:MAX_LISTED]) + (f' and {len(names) - MAX_LISTED} more' if len(names) > MAX_LISTED else '')
 
 
-def _keys(name: str, mixed: bool) -> list[str]:
-    key = unicodedata.normalize('NFC', name)
-    return [key, *_synsets().get(key.lower(), ())] if mixed else [key]
+def _synsets_of(name: str) -> list[str]:
+    """Return the synsets of ImageNet that a name may mean, [] for none."""
+    if named := SYNSET.search(name):
+        return [named[1]]
+    return _synsets().get(normal_name(name).lower().replace('_', ' '), [])
 
 
 @cache

@@ -22,6 +22,7 @@ from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.bytes import PACKED
 from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, CheckedSubset, TorchvisionDataset, shared_flags
+from aft_vision.data.class_names import match_classes, normal_name
 from aft_vision.data.images import (
     HIDDEN,
     LOSSES,
@@ -227,8 +228,8 @@ def _hold_out(split: Split, source: Source, share: float, held_out: bool) -> Spl
 
 
 def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
-    """Raise a ValueError with the differences unless both splits have the same classes."""
-    if list(train) == list(evaluation):
+    """Raise a ValueError with the differences unless both splits have the same classes in the same order."""
+    if match_classes(train, evaluation) == list(range(len(train))):
         return
     only_train = sorted(set(train) - set(evaluation))
     only_evaluation = sorted(set(evaluation) - set(train))
@@ -352,13 +353,16 @@ def _make_split(
     """Check and open the images of class folders.
 
     Args:
-        labels: The class folder of each folder of images; '' for images in none, which are an error.
+        labels: The class folder of each folder of images; '' for images in none, which are an error. Folders whose
+            names are equal as `normal_name` are one class.
         ignored: As in FoundImages.
     """
     others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
     if not paths:
         raise ValueError(f'expected images in the class folders of {place}, got none{others}')
-    labelled = [(path, labels[os.path.dirname(path)] or '') for path in paths]
+    labels = {folder: normal_name(label or '') for folder, label in labels.items()}
+    class_folders = sorted(set(map(normal_name, class_folders)))
+    labelled = [(path, labels[os.path.dirname(path)]) for path in paths]
     outside = [path for path, label in labelled if not label]
     if outside:
         raise ValueError(f'expected images only in the class folders of {place}, got {min(outside)}')
@@ -370,7 +374,7 @@ def _make_split(
     reader = make_reader(place, names, labelled)
     dataset = CheckedImageDataset(str(place), reader=reader)
     dataset.targets = np.array([target for _, target in reader.samples])
-    nested = min((path for path, label in labelled if Path(path).parent.name != label), default='')
+    nested = min((path for path, label in labelled if normal_name(Path(path).parent.name) != label), default='')
     return Split(dataset, names, describe_ignored(ignored), nested)
 
 
@@ -378,7 +382,7 @@ def _open_beton(path: Path, num_classes: int | None) -> Split:
     from aft_vision.data.ffcv.loader import BetonDataset
 
     dataset = BetonDataset(path, num_classes)
-    return Split(dataset, dataset.class_names)
+    return Split(dataset, list(map(normal_name, dataset.class_names)))
 
 
 # The opener of a split by its suffix, '' for a folder. It also takes the number of classes if it is stated.
@@ -485,8 +489,9 @@ def _open_hugging_face(reader: Any, source: Source) -> CheckedImageDataset:
             f'expected the column {key} of {source.name}, got {few(columns)}; data.target_key names that of the class'
         ) from error
     if values and all(isinstance(value, str) for value in values):
-        names = sorted(set(values), key=_natural_order)
-        reader.class_to_idx, reader.remap_class = {name: index for index, name in enumerate(names)}, True
+        words = set(values)
+        names = sorted(set(map(normal_name, words)), key=_natural_order)
+        reader.class_to_idx, reader.remap_class = {word: names.index(normal_name(word)) for word in words}, True
         values = [reader.class_to_idx[value] for value in values]
     # Rows of lists of different lengths are no array.
     dataset.targets = np.array(values) if all(isinstance(each, int) for each in values) else _as_objects(values)
@@ -575,7 +580,8 @@ def _check_count(num_classes: int | None, classes: Sequence[Any], place: str | P
 def _known_class_names(dataset: Any, source: Source) -> list[str]:
     class_to_idx = getattr(getattr(dataset, 'reader', None), 'class_to_idx', None) or {}
     # torchvision's data sets have a list of names; its ImageNet has several names per class.
-    classes = getattr(dataset, 'classes', None) or sorted(class_to_idx, key=class_to_idx.__getitem__)
+    by_index = {index: name for name, index in class_to_idx.items()}
+    classes = getattr(dataset, 'classes', None) or [by_index[index] for index in sorted(by_index)]
     if not classes:
         if source.num_classes is None:
             raise ValueError(
@@ -584,4 +590,4 @@ def _known_class_names(dataset: Any, source: Source) -> list[str]:
             )
         return [str(index) for index in range(source.num_classes)]
     _check_count(source.num_classes, classes, source.name)
-    return [', '.join(name) if isinstance(name, tuple) else str(name) for name in classes]
+    return [normal_name(', '.join(name) if isinstance(name, tuple) else str(name)) for name in classes]

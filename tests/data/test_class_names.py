@@ -24,3 +24,24 @@ def test_the_names_of_all_classes_are_those_of_their_synsets():
     assert match_classes(info.label_names(), info.label_descriptions()) == list(range(1000))
     first = [words.partition(',')[0] for words in info.label_descriptions()]
     assert match_classes(first, info.label_names()) == list(range(1000))
+
+
+def test_words_of_a_class_are_the_same_class_in_every_form_of_writing():
+    for trained in ('great white shark, white shark, man-eater, man-eating shark, Carcharodon carcharias', 'n01484850'):
+        wanted = [
+            'great white shark',
+            'great_white_shark',
+            'Great white shark',
+            'great white shark (n01484850)',
+            'shark',
+        ]
+        assert match_classes([trained, 'dog'], wanted) == [0, 0, 0, 0, None]
+
+
+def test_a_class_of_exactly_the_wanted_name_is_preferred():
+    assert match_classes(['maillot, tank suit', 'maillot'], ['maillot']) == [1]
+    assert match_classes(['maillot, tank suit', 'dog'], ['maillot']) == [0]
+
+
+def test_a_synset_within_another_name_is_no_synset():
+    assert match_classes(['n01440764'], ['xn01440764', 'n014407645', 'n01440764_1']) == [None] * 3

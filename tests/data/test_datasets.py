@@ -199,6 +199,26 @@ def test_the_class_of_a_nested_image_is_the_outermost_folder(tmp_path, split, as
 
 
 @AS_TAR
+def test_names_with_accents_in_either_form_are_one_class(tmp_path, as_tar):
+    composed, apart = 'caf\u00e9', 'cafe\u0301'
+    kinds = (f'train/{apart}/0.png', f'train/{apart}/1.png', f'train/{composed}/2.png', f'val/{composed}/0.png')
+    layout(tmp_path / 'images', *kinds, 'train/bar/0.png', 'val/bar/0.png')
+    root = make_tar(tmp_path / 'all.tar', tmp_path / 'images') if as_tar else tmp_path / 'images'
+    loaders = create_loaders(root, (16, 16), 4, augment=NO_AUGMENTATION, num_workers=0)
+    assert loaders.class_names == ['bar', composed]
+    assert sorted(next(iter(loaders.train))[1].tolist()) == [0, 1, 1, 1]
+    assert next(iter(loaders.validation))[1].tolist() == [0, 1]
+
+
+def test_words_with_accents_in_either_form_are_one_class(tmp_path):
+    labels = {'train': ['caf\u00e9', 'cafe\u0301', 'bar'], 'validation': ['cafe\u0301', 'bar']}
+    source = write_parquet(tmp_path, lambda datasets: datasets.Value('string'), **labels)
+    loaders = create_loaders(source, (4, 4), 3, augment=NO_AUGMENTATION, num_workers=0)
+    assert loaders.class_names == ['bar', 'caf\u00e9']
+    assert sorted(next(iter(loaders.train))[1].tolist()) == [0, 1, 1]
+
+
+@AS_TAR
 def test_a_folder_in_which_the_data_set_lies_is_opened(tmp_path, as_tar):
     layout(
         tmp_path / 'images', 'flowers/rose/0.png', 'flowers/rose/1.png', 'flowers/tulip/0.png', 'flowers/tulip/1.png'
