@@ -13,6 +13,8 @@ from typing import Any
 # A value out of range or a damaged file, a missing path, a package of an extra, a run that diverged. Any other error,
 # such as an AttributeError or a KeyError, is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
+# Torch's words for a loading process that the system has ended, almost always for lack of memory.
+ENDED = re.compile(r'DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed|exited)')
 EXIT_CODE = 2
 # In seconds. torchrun ends the other processes within 0.1 s of the first that fails.
 ERROR_DELAY = 2.0
@@ -74,7 +76,8 @@ def process_number() -> int:
 
 def is_user_error(error: BaseException) -> bool:
     """Return whether a user can fix the error; running out of memory counts."""
-    return isinstance(error, USER_ERRORS) or type(error).__name__ == 'OutOfMemoryError'
+    by_memory = type(error).__name__ == 'OutOfMemoryError' or ENDED.match(str(error)) is not None
+    return isinstance(error, USER_ERRORS) or by_memory
 
 
 def one_line(error: BaseException) -> str:
@@ -85,4 +88,9 @@ def one_line(error: BaseException) -> str:
     if 'Traceback (most recent call last)' in message:
         # A loading process sends its traceback; the message follows the name of its last error.
         message = re.split(r'^[\w.]*(?:Error|Exception): ', message, flags=re.MULTILINE)[-1]
-    return ' '.join(message.split())
+    message = ' '.join(message.split())
+    if ENDED.match(message):
+        message += (
+            '; the system ends processes for lack of memory, of which fewer (data.num_workers, --workers) take less'
+        )
+    return message

@@ -68,6 +68,18 @@ def test_a_fault_of_the_program_is_raised(error):
         run_command(raising(error), [])
 
 
+@pytest.mark.parametrize(
+    'message',
+    ['DataLoader worker (pid 12) is killed by signal: Killed. ', 'DataLoader worker (pid(s) 1, 2) exited unexpectedly'],
+)
+def test_a_loading_process_that_the_system_ended_is_one_line(message, capsys):
+    with pytest.raises(SystemExit):
+        run_command(raising(RuntimeError(message)), [])
+    shown = capsys.readouterr().err
+    assert shown.startswith(f'error: {message.strip()}; the system ends processes for lack of memory')
+    assert shown.count('\n') == 1
+
+
 def test_debug_shows_the_traceback_before_the_line(capsys):
     with pytest.raises(SystemExit):
         run_command(raising(ValueError('a')), ['--debug'])

@@ -3,7 +3,8 @@
 import logging
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from timm.data import ImageDataset
 from torch.utils.data import Dataset
 
 from aft_vision.data.augment import eval_transform, train_transform
-from aft_vision.data.images import LOSSES, CorruptImageError, Decoding, open_image
+from aft_vision.data.images import LOSSES, CorruptImageError, Decoding, TransformError, open_image
 
 # If more images than this are skipped in a row, the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
@@ -26,6 +27,22 @@ _logger = logging.getLogger(__name__)
 def shared_flags(count: int) -> torch.Tensor:
     """Return flags that the loading processes share."""
     return torch.zeros(count, dtype=torch.bool).share_memory_()
+
+
+@contextmanager
+def naming(image: Callable[[], str]) -> Iterator[None]:
+    """Turn an error in changing an image, which does not know its file, into a TransformError.
+
+    Args:
+        image: Returns the name of the image.
+    """
+    try:
+        yield
+    except (CorruptImageError, TransformError):
+        raise
+    except Exception as error:
+        kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
+        raise TransformError(f'{image()}: {kind}{error}') from error
 
 
 class ImageData:
@@ -74,9 +91,11 @@ class CheckedDataset(ImageData, Dataset, ABC):
 
     Attributes:
         on_corrupt: `raise`: raise a CorruptImageError; `next`: take the next image instead; `none`: return None.
+        last: Index of the image that was read last.
     """
 
     on_corrupt = 'raise'
+    last = 0
 
     def skip_corrupt(self, instead: str) -> None:
         """Skip images that cannot be decoded, and name each once.
@@ -95,11 +114,17 @@ class CheckedDataset(ImageData, Dataset, ABC):
                 if self.on_corrupt == 'none':
                     return None
             else:
-                return image if self.transform is None else self.transform(image), target
+                self.last = position % len(self)
+                with naming(self.name_of_last):
+                    return image if self.transform is None else self.transform(image), target
         raise CorruptImageError(
             f'expected images that can be decoded, got {MAX_SKIPPED_IN_A_ROW} in a row that cannot, '
             f'the first one {self.name_of(index)}'
         )
+
+    def name_of_last(self) -> str:
+        """Return the name of the image that was read last."""
+        return self.name_of(self.last)
 
     @abstractmethod
     def __len__(self) -> int: ...

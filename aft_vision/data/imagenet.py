@@ -17,6 +17,7 @@ from timm.data.naflex_loader import NaFlexPrefetchLoader
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aft_vision.data.augment import Augmentation, native_mixup
+from aft_vision.data.checked import naming
 from aft_vision.data.datasets import (
     Source,
     Split,
@@ -243,8 +244,17 @@ def _train_loader(
     dataset.transform = None
     sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, shard, sizes)
     mix = native_mixup(augment, len(split.class_names)) if isinstance(sizes.sizes[0], NativeShape) else None
-    seeded = SeededDataset(ScheduledTransformDataset(dataset, transforms), seed, mix)
+    seeded = SeededDataset(_NamedTransforms(dataset, transforms), seed, mix)
     return _loader(seeded, images, read, sizes.sizes, sampler=sampler)
+
+
+class _NamedTransforms(ScheduledTransformDataset):
+    """timm's data set of several transforms, whose errors name the image."""
+
+    def __getitem__(self, index: tuple[int, int]) -> Any:
+        dataset: Any = self.dataset
+        with naming(dataset.name_of_last):
+            return super().__getitem__(index)
 
 
 def _eval_loader(split: Split, batch_size: int, shard: Shard, read: _Reading) -> PrefetchLoader | NaFlexPrefetchLoader:

@@ -45,6 +45,10 @@ class CorruptImageError(ValueError):
     """An image that cannot be decoded; the message names its path."""
 
 
+class TransformError(ValueError):
+    """An error in changing an image that was decoded; the message names its path."""
+
+
 class LargeImageError(CorruptImageError):
     """An image of more pixels than allowed; the message names the key that allows it."""
 
@@ -121,7 +125,7 @@ def _report(loss: str, message: str) -> None:
 def _reason(error: Exception, name: str) -> str:
     # Pillow's message has the address of a file in memory.
     if not isinstance(error, UnidentifiedImageError):
-        return str(error)
+        return str(error) or type(error).__name__
     if name.lower().endswith(('.tif', '.tiff')):
         return 'Pillow reads TIFF files of 1, 3 or 4 bands of 8 bits, or of 1 band of 16 bits, and this is no such file'
     return 'its format is unknown'
@@ -149,8 +153,8 @@ def _limit_pixels(image: Image.Image, name: str, max_pixels: int) -> None:
     if image.size == (width, height):
         raise LargeImageError(
             f'expected an image of at most {max_pixels:,} pixels, got {name} of {width} x {height}, which would take '
-            f'{3 * width * height / 2**30:.1f} GiB; data.max_image_pixels={width * height}, or --max-pixels of a tool, '
-            'allows it'
+            f'{3 * width * height / 2**20:,.0f} MiB; data.max_image_pixels={width * height}, or --max-pixels of a '
+            'tool, allows it'
         )
 
 

@@ -12,6 +12,7 @@ import random
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from timm.data.readers.shared_count import SharedCount
 from timm.data.readers.targets import get_field, has_field
 from torch.utils.data import IterableDataset, get_worker_info
 
-from aft_vision.data.checked import ImageData, shared_flags
+from aft_vision.data.checked import ImageData, naming, shared_flags
 from aft_vision.data.images import CorruptImageError, image_suffixes, is_hidden
 from aft_vision.data.sampling import ORDER, SAMPLE, Shard, derive_seed, restored_generators, seed_generators
 
@@ -167,9 +168,11 @@ class WebDataset(ImageData, IterableDataset):
         return end - first
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        for index, (image, label) in enumerate(self._read()):
-            target = label if self.target_transform is None else self.target_transform(label)
-            yield image if self.transform is None else self._transformed(image, index), target
+        for index, (name, image, label) in enumerate(self._read()):
+            with naming(partial(str, name)):
+                target = label if self.target_transform is None else self.target_transform(label)
+                changed = image if self.transform is None else self._transformed(image, index)
+            yield changed, target
 
     def _transformed(self, image: Any, index: int) -> Any:
         if not self.is_training:
@@ -178,14 +181,14 @@ class WebDataset(ImageData, IterableDataset):
             seed_generators(derive_seed(SAMPLE, self.seed, self.epoch, self.shard.rank, this_worker()[0], index))
             return self.transform(image)
 
-    def _decode(self, samples: Iterator[Sample]) -> Iterator[tuple[Any, int]]:
+    def _decode(self, samples: Iterator[Sample]) -> Iterator[tuple[str, Any, int]]:
         for name, file, label in samples:
             try:
                 image = self.open_image(file, name)
             except CorruptImageError as error:
                 self.report(error)
             else:
-                yield image, _as_class(label, name)
+                yield name, image, _as_class(label, name)
 
     def skip_corrupt(self, instead: str) -> None:
         """Leave out images that cannot be decoded and what cannot be read of a file; name each once."""
@@ -211,8 +214,8 @@ class WebDataset(ImageData, IterableDataset):
         # may be told in other words in the next epoch.
         self.name_once(zlib.crc32(str(error).partition(': ')[0].encode()) % NUM_FLAGS, error)
 
-    def _read(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the images of this process and their classes."""
+    def _read(self) -> Iterator[tuple[str, Any, int]]:
+        """Yield the names of the images of this process, the images and their classes."""
         samples = self._samples()
         if self.is_training:
             worker, _ = this_worker()

@@ -14,6 +14,7 @@ from helpers import NO_AUGMENTATION, make_folder
 from PIL import Image, features
 from torchvision.datasets import CIFAR10
 
+from aft_vision.commandline import run_command
 from aft_vision.data import (
     Augmentation,
     CorruptImageError,
@@ -24,7 +25,9 @@ from aft_vision.data import (
     create_eval_loader,
     create_loaders,
 )
+from aft_vision.data.checked import ImageData
 from aft_vision.data.datasets import open_eval_split, open_train_split, with_evaluation_images
+from aft_vision.data.images import TransformError
 from aft_vision.data.layout import MissingSplitError
 
 PLAIN = Preprocessing((16, 16), crop_pct=1.0, mean=(0, 0, 0), std=(1, 1, 1))
@@ -474,12 +477,29 @@ def test_a_data_set_of_corrupt_images_ends_the_run(tmp_path):
         _ = split.dataset[1]
 
 
-def test_an_error_of_a_transform_is_not_blamed_on_the_image(tmp_path):
+def divide_by_zero(image: Any) -> Any:
+    return 1 / 0
+
+
+def test_an_error_of_a_transform_is_not_skipped_and_names_the_image(tmp_path):
     make_folder(tmp_path, {'train': ['a'], 'val': ['a']})
+    damage(tmp_path / 'train' / 'a' / '0.png', 'cut')
     split = open_train_split(Source(dir=str(tmp_path), on_corrupt_image='skip'))
-    split.dataset.transform = lambda image: 1 / 0
-    with pytest.raises(ZeroDivisionError):
+    split.dataset.transform = divide_by_zero
+    with pytest.raises(TransformError, match=r'a/1\.png: ZeroDivisionError: division by zero'):
         _ = split.dataset[0]
+
+
+@pytest.mark.parametrize('num_workers', [0, 1])
+def test_an_error_of_a_loading_process_is_one_line_with_the_file(tmp_path, monkeypatch, num_workers, capsys):
+    make_folder(tmp_path, {'train': ['a'], 'val': ['a']}, images=1)
+    for name in ('train_transform', 'eval_transform'):
+        monkeypatch.setattr(ImageData, name, staticmethod(lambda *args: divide_by_zero))
+    loaders = create_loaders(tmp_path, (16, 16), 1, augment=NO_AUGMENTATION, num_workers=num_workers)
+    for loader, place in ((loaders.train, 'train/a/0.png'), (loaders.validation, 'val/a/0.png')):
+        with pytest.raises(SystemExit):
+            run_command(lambda argv, loader=loader: list(loader), [])
+        assert capsys.readouterr().err == f'error: {tmp_path}/{place}: ZeroDivisionError: division by zero\n'
 
 
 def layout(root: Path, *names: str) -> None:
