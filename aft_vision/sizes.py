@@ -33,6 +33,17 @@ def has_fixed_input_size(model: nn.Module) -> bool:
     return bool(get_model_input_config(model)['fixed_input_size'])
 
 
+def check_channels(model: Any, *supported: int) -> None:
+    """Raise a ValueError unless a model takes images of one of these numbers of channels."""
+    first = (getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')
+    layer = dict(model.named_modules()).get(first) if isinstance(first, str) else None
+    found = getattr(layer, 'in_channels', None) or resolve_model_data_config(model)['input_size'][0]
+    if found not in supported:
+        raise ValueError(
+            f'expected a model of images of {" or ".join(map(str, supported))} channels, got one of {found}'
+        )
+
+
 def check_image_size(model: nn.Module, size: Sequence[int], pads: bool = True) -> None:
     """Raise a ValueError unless a model takes images of size (H, W) in pixels; with pads=False, without padding."""
     patch_embed: Any = getattr(model, 'patch_embed', None)

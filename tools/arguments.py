@@ -46,6 +46,16 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--device', default='auto', help='default: CUDA if available')
 
 
+def add_decoding(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Add the options of reading images, and return them."""
+    return [
+        parser.add_argument('--max-pixels', type=parse_positive, help='data.max_image_pixels (default: 268435456)'),
+        parser.add_argument(
+            '--bits', type=int, choices=range(8, 17), default=16, metavar='8..16', help='data.bits (default: 16)'
+        ),
+    ]
+
+
 def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> list[str]:
     """Add the options of `tools.data.create_data_loader`; --data may be optional.
 
@@ -74,6 +84,7 @@ def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -
         add('--batch-size', type=int, default=64, help='images per batch (default: 64)'),
         add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)'),
         add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)'),
+        *add_decoding(parser),
     ]
     return [option.dest for option in options]
 
@@ -142,6 +153,13 @@ def parse_size(text: str) -> tuple[int, int]:
     if len(parts) > 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f'expected a size like 224 or 384x256, got {text!r}')
     return int(parts[0]), int(parts[-1])
+
+
+def decoding(args: argparse.Namespace) -> Any:
+    """Return the Decoding of the options of `add_decoding`."""
+    from aft_vision.data import Decoding
+
+    return Decoding(bits=args.bits) if args.max_pixels is None else Decoding(args.max_pixels, args.bits)
 
 
 def check_out(out: Path | None, *sources: Path | None) -> None:

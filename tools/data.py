@@ -1,6 +1,7 @@
 """The evaluation loader of a tool, from its options."""
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from aft_vision.data import NativeShape, Preprocessing, Source, create_eval_loader
-from aft_vision.data.datasets import MissingSplitError
+from aft_vision.data.layout import MissingSplitError
 from aft_vision.evaluate import find_classes
+from aft_vision.sizes import check_channels
+from tools.arguments import decoding
 
 
 def create_data_loader(
@@ -28,6 +31,7 @@ def create_data_loader(
         ValueError: the data set or an option is not valid, or its classes are not those of the model.
     """
     trained = resolve_model_data_config(model)
+    check_channels(model, 3)
     source = Source(
         dir=args.data or '',
         name=args.name,
@@ -35,6 +39,8 @@ def create_data_loader(
         val_share=args.val_share,
         val_seed=args.val_seed,
         num_classes=args.num_classes,
+        max_image_pixels=decoding(args).max_pixels,
+        bits=args.bits,
         on_corrupt_image='skip' if args.skip_corrupt else 'raise',
     )
     crop_pct = trained['crop_pct'] if args.crop_pct is None else args.crop_pct
@@ -44,5 +50,11 @@ def create_data_loader(
             source, preprocessing, args.batch_size, num_workers=args.workers, device=device
         )
     except MissingSplitError as error:
-        raise ValueError(f'{error}; --val-share 0.1 evaluates a tenth of the training images') from error
+        raise ValueError(f'{error}{_advice(error.remedies)}') from error
     return loader, class_names, find_classes(model, class_names, args.name or args.data, args.match_classes == 'place')
+
+
+def _advice(remedies: Mapping[str, Any]) -> str:
+    if 'eval_split' in remedies:
+        return f'; --split {remedies["eval_split"]} evaluates that'
+    return '; --val-share 0.1 evaluates a tenth of the training images' if remedies.keys() == {'val_share'} else ''

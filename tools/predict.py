@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import add_device, add_size, parse_positive
+from tools.arguments import add_decoding, add_device, add_size, decoding, parse_positive
 from train.command_line import CommandParser
 
 
@@ -32,6 +32,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument('--checkpoint', type=Path, help='a checkpoint file, a run or an exported folder')
     source.add_argument('--model', help='a timm model name, whose published weights are loaded')
     add_size(parser)
+    add_decoding(parser)
     parser.add_argument('--top', type=parse_positive, default=5, help='classes to print for each image (default: 5)')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
     add_device(parser)
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     damaged: list[str] = []
     for file in itertools.chain.from_iterable(photographs):
         try:
-            images = load_image(file, model, args.size)
+            images = load_image(file, model, args.size, decoding(args))
         except CorruptImageError as error:
             damaged.append(str(error))
             continue

@@ -1,7 +1,8 @@
-"""Make the class folders of ImageNet from its archives as published.
+"""Make the class folders of ImageNet from its archives as published, or of Tiny-ImageNet.
 
 python -m tools.prepare_imagenet --archives FOLDER --out IMAGENET
 python -m tools.prepare_imagenet --solution LOC_val_solution.csv --out ILSVRC/Data/CLS-LOC
+python -m tools.prepare_imagenet --solution tiny-imagenet-200/val/val_annotations.txt --out tiny-imagenet-200
 python -m train.imagenet --config ... data.dir=IMAGENET
 
 FOLDER has ILSVRC2012_devkit_t12.tar.gz, and ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar or one of them. They
@@ -9,7 +10,7 @@ become IMAGENET/train/CLASS and IMAGENET/val/CLASS. Without the archive of the v
 IMAGENET/val are moved into class folders.
 
 The copy that Kaggle serves has class folders for training already; with its LOC_val_solution.csv the images of its flat
-val are moved into class folders.
+val are moved into class folders. So are those of Tiny-ImageNet with its val_annotations.txt.
 
 The same command continues after an interruption. At the end every class folder has exactly the images of its archive:
 1,281,167 for training and 50,000 for validation, in 1,000 classes. Needs scipy for the development kit.
@@ -27,7 +28,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument('--archives', type=Path, help='folder of the archives as published')
-    source.add_argument('--solution', type=Path, help="Kaggle's LOC_val_solution.csv")
+    source.add_argument('--solution', type=Path, help="Kaggle's LOC_val_solution.csv, or val_annotations.txt")
     parser.add_argument('--out', type=Path, required=True, help='folder of the data set, with train and val')
     return parser.parse_args(argv)
 
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     validation = args.out / 'val'
     if args.solution is not None:
         if not validation.is_dir():
-            raise ValueError(f'expected the flat folder val of the validation images in --out {args.out}, got none')
+            raise ValueError(f'expected the folder val of the validation images in --out {args.out}, got none')
         report(validation, sort_validation(validation, read_solution(args.solution)))
         return
     train, val = (args.archives / ARCHIVE_META[split][0] for split in ('train', 'val'))

@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import add_overwrite, check_new, parse_positive
+from tools.arguments import add_decoding, add_overwrite, check_new, decoding, parse_positive
 from train.command_line import CommandParser
 
 
@@ -38,6 +38,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--num-classes', type=parse_positive, help='number of classes, if a named data set lacks it')
     parser.add_argument('--download', action='store_true', help='download a named data set if it is missing')
     parser.add_argument('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
+    add_decoding(parser)
     add_overwrite(parser)
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
     args = parser.parse_args(argv)
@@ -51,7 +52,8 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.data.datasets import MissingSplitError, Source, Split, check_same_classes, open_eval_split
+from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split
+from aft_vision.data.layout import MissingSplitError
 from tools.machine import count_cores
 
 
@@ -98,6 +100,8 @@ def open_split(args: argparse.Namespace, name: str) -> Split:
             num_classes=args.num_classes,
             input_key=args.input_key,
             target_key=args.target_key,
+            max_image_pixels=decoding(args).max_pixels,
+            bits=args.bits,
             on_corrupt_image='skip' if args.skip_corrupt else 'raise',
         )
         return open_eval_split(source)

@@ -33,7 +33,7 @@ from aft_vision.data import (
     create_loaders,
 )
 from aft_vision.data.class_names import list_names, match_classes
-from aft_vision.data.datasets import MissingSplitError
+from aft_vision.data.layout import MissingSplitError
 from aft_vision.evaluate import find_classes, is_numbered, known_classes
 from aft_vision.models.checkpoint import Weights, initialize_model, read_weights
 from aft_vision.models.transfer_source import build_model
@@ -103,7 +103,7 @@ def _native_shape(config: Config) -> NativeShape | None:
 def build_loaders(config: Config, images: Images, world: World) -> Loaders:
     """Build the loaders of this process."""
     config.check_batch_size(world.size)
-    with _advising_share():
+    with _advising_keys():
         return create_loaders(
             config.data.source,
             images.training,
@@ -210,7 +210,7 @@ def build_evaluation(
     """
     images_per_pass = config.check_batch_size(world.size)
     images = resolve_images(config, checkpoint)
-    with _advising_share():
+    with _advising_keys():
         loader, class_names = create_eval_loader(
             config.data.source,
             images.evaluation,
@@ -287,11 +287,11 @@ def _published(config: Config, num_classes: int) -> SimpleNamespace:
 
 
 @contextmanager
-def _advising_share() -> Iterator[None]:
+def _advising_keys() -> Iterator[None]:
     try:
         yield
     except MissingSplitError as error:
-        raise ValueError(f'{error}; data.val_share=0.1 holds out a tenth of the training images') from error
+        raise ValueError(f'{error}{error.keys}') from error
 
 
 def published_weights(config: Config) -> str:

@@ -28,7 +28,7 @@ from train.schema import require, unknown
 
 RESERVED_MODEL_KEYS = {
     'num_classes': 'the data set determines the number of classes',
-    'in_chans': 'images have three channels',
+    'in_chans': 'files are read as red, green and blue, and other bands are not supported',
     'device': 'run.device says where the model is',
     'dtype': 'run.amp says what it computes in',
 }

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import shutil
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from torchvision.datasets.imagenet import ARCHIVE_META, META_FILE, load_meta_fil
 from tqdm import tqdm
 
 from aft_vision.data.images import find_images, is_hidden
+from aft_vision.data.layout import ANNOTATIONS
 from aft_vision.data.shards import StrictTarInfo
 
 # The class of every validation image: by its name without suffix, or in the order of the names.
@@ -43,12 +45,20 @@ def read_devkit(archives: Path, out: Path) -> tuple[list[str], list[str]]:
 
 
 def read_solution(path: Path) -> dict[str, str]:
-    """Read Kaggle's LOC_val_solution.csv: the class of every validation image by its name without suffix.
+    """Read Kaggle's LOC_val_solution.csv or Tiny-ImageNet's val_annotations.txt.
+
+    Returns:
+        The class of every validation image by its name without suffix.
 
     Raises:
         ValueError: it is another file.
     """
     with path.open(newline='') as file:
+        if path.name == ANNOTATIONS:
+            found = [re.match(r'([^\t]+)\t(n\d{8})\t', line) for line in file]
+            if not found or None in found:
+                raise ValueError(f'expected lines of an image, its class and its box in {path}, got others')
+            return {PurePosixPath(each[1]).stem: each[2] for each in found if each}
         rows = csv.DictReader(file)
         if not {'ImageId', 'PredictionString'} <= set(rows.fieldnames or ()):
             raise ValueError(f'expected the columns ImageId and PredictionString in {path}, got {rows.fieldnames}')
@@ -91,7 +101,7 @@ def unpack_validation(archive: Path, folder: Path, labels: Labels) -> int:
 
 
 def sort_validation(folder: Path, labels: Labels) -> int:
-    """Move the validation images of a flat folder into class folders; those that have been moved are kept.
+    """Move the validation images below a folder into class folders; those that have been moved are kept.
 
     Returns:
         The number of images.
@@ -104,6 +114,10 @@ def sort_validation(folder: Path, labels: Labels) -> int:
     for name, path in paths.items():
         (folder / class_of[name]).mkdir(exist_ok=True)
         path.rename(folder / class_of[name] / name)
+    # An empty folder would be a class without images.
+    for emptied in {path.parent for path in paths.values()} - {folder}:
+        if not any(emptied.iterdir()):
+            emptied.rmdir()
     return _count(folder, class_of)
 
 

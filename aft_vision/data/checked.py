@@ -14,7 +14,7 @@ from timm.data import ImageDataset
 from torch.utils.data import Dataset
 
 from aft_vision.data.augment import eval_transform, train_transform
-from aft_vision.data.images import CorruptImageError, open_image
+from aft_vision.data.images import LOSSES, CorruptImageError, Decoding, open_image
 
 # If more images than this are skipped in a row, the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
@@ -36,6 +36,8 @@ class ImageData:
         train_transform, eval_transform: Build a transform for the images as this data set has them.
         targets: Class of every image; None if the data set does not list them.
         named: Flags of the images that have been named in the log; None where the first one is an error.
+        decoding: Options of reading images.
+        reported: Flags of LOSSES that have been logged; None logs the first of each in a process.
     """
 
     transform: Any = None
@@ -43,11 +45,23 @@ class ImageData:
     eval_transform: Callable[..., Any] = staticmethod(eval_transform)
     targets: np.ndarray | None = None
     named: torch.Tensor | None = None
+    decoding: Decoding = Decoding()
+    reported: torch.Tensor | None = None
+
+    def open_image(self, file: Any, name: str | None = None) -> Image.Image:
+        """Read an image with the options of the data set, whose loading processes log a loss once."""
+        return open_image(file, name, self.decoding, None if self.reported is None else self._report)
+
+    def _report(self, loss: str, message: str) -> None:
+        flag = LOSSES.index(loss)
+        if not self.reported[flag]:  # type: ignore[index]
+            self.reported[flag] = True  # type: ignore[index]
+            _logger.warning('%s', message)
 
     def name_once(self, flag: int, error: CorruptImageError) -> None:
         """Raise the error of an image, or, where it is skipped, log it once."""
         if self.named is None:
-            raise CorruptImageError(f'{error}; {REMEDY}') from error
+            raise type(error)(f'{error}; {REMEDY}') from error
         if not self.named[flag]:
             self.named[flag] = True
             _logger.warning('skipped: %s', error)
@@ -118,7 +132,7 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
                 f'expected an image that can be read, got {self.name_of(index)}: {error}'
             ) from error
         with file:
-            return open_image(file, self.name_of(index)), target
+            return self.open_image(file, self.name_of(index)), target
 
     def name_of(self, index: int) -> str:
         # An image that a Hugging Face data set stores as bytes may have no path.
@@ -131,6 +145,9 @@ class TorchvisionDataset(CheckedDataset):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        # Data sets of image files.
+        if hasattr(dataset, 'loader'):
+            dataset.loader = self.open_image
         found = getattr(dataset, 'targets', getattr(dataset, 'labels', None))
         if found is not None:
             # numpy warns about tensors.

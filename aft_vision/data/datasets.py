@@ -21,35 +21,46 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.bytes import PACKED
-from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, CheckedSubset, TorchvisionDataset
+from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, CheckedSubset, TorchvisionDataset, shared_flags
 from aft_vision.data.images import (
     HIDDEN,
+    LOSSES,
     MACOS_FOLDER,
+    MAX_PIXELS,
+    Decoding,
     describe_ignored,
     file_kind,
     find_images,
     image_suffixes,
     is_hidden,
-    open_image,
+)
+from aft_vision.data.layout import (
+    EVAL_SPLITS,
+    PREPARATION,
+    TRAIN_SPLITS,
+    MissingSplitError,
+    advise_flat,
+    check_no_splits,
+    check_sorted,
+    class_folder,
+    few,
+    find_present,
+    find_split,
+    find_split_places,
+    find_top,
+    missing_split,
+    unwrap,
 )
 from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import DIVISION, derive_seed
 from aft_vision.data.shards import StrictTarInfo, WebDataset, open_shards
 
-EVAL_SPLITS = ('val', 'validation', 'valid', 'test')
 NAMED = ('torch/', 'hfds/', 'wds/')
-PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
 CAN_SKIP = ('hfds/', 'wds/')
-# Names that a message lists.
-MAX_LISTED = 10
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
 
 
 _logger = logging.getLogger(__name__)
-
-
-class MissingSplitError(ValueError):
-    """An error of a data set that has no training or evaluation split of the usual names."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +72,10 @@ class Source:
             with a tar file per split (`train.tar`) or an FFCV file per split (`train.beton`, see tools.write_ffcv).
             With a name, its root or cache folder; '' for the library's own.
         name: A data set of timm's readers: `torch/cifar10`, `hfds/NAME`, `wds/`; '' for `dir`.
-        train_split: Name of the training split. After a name of `wds/`, `|NUMBER` is the number of its images.
-        eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `valid`, `test` that
-            exists, or `validation` of a named data set.
+        train_split: Name of the training split; of a folder or tar file also `training`, and in any case. After a name
+            of `wds/`, `|NUMBER` is the number of its images.
+        eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `valid`, `test`,
+            `testing` that exists, or `validation` of a named data set.
         val_share: Fraction of the training images, in (0, 1), to hold out for evaluation instead of the validation
             split; the rest is for training. It is drawn class by class. A folder or tar file of class folders without
             splits is divided in the same way. None holds out nothing.
@@ -75,6 +87,9 @@ class Source:
         input_key, target_key: Names of the image and of the class in data sets with such names: columns of `hfds/`,
             `image` and `label` by default; for `wds/` the ending of the images, by default any of images, and a field
             of `.json`, by default the whole of `.cls`.
+        max_image_pixels: Largest number of pixels of an image; the default takes 0.75 GiB of memory. A larger JPEG is
+            decoded at a half, a fourth or an eighth of its sides, which takes less time; any other image is an error.
+        bits: Bits of the pixels that images of 16 bits use, such as 12 of many microscopes and scanners.
         on_corrupt_image: `raise` ends the run at an image that cannot be decoded, and at a shard of `wds/` that cannot
             be read; `skip` warns of each once. Training then takes the next one, and evaluation leaves it out. Of named
             data sets only `hfds/` and `wds/` can skip.
@@ -91,6 +106,8 @@ class Source:
     num_classes: int | None = within('[1, inf)', None)
     input_key: str | None = None
     target_key: str | None = None
+    max_image_pixels: int = within('[1, inf)', MAX_PIXELS, 'px')
+    bits: int = within('[8, 16]', 16)
     on_corrupt_image: Literal['raise', 'skip'] = 'raise'
 
     def __post_init__(self) -> None:
@@ -120,11 +137,13 @@ class Split:
 
     Attributes:
         ignored: Files that are not images, as `describe_ignored` formats them.
+        nested: An image that lies deeper than in its class folder; '' if there is none.
     """
 
     dataset: Any
     class_names: list[str]
     ignored: str = ''
+    nested: str = ''
 
     @property
     def is_stream(self) -> bool:
@@ -220,66 +239,50 @@ def check_same_classes(train: Sequence[str], evaluation: Sequence[str]) -> None:
 
 
 def _open(source: Source, wanted: Sequence[str], seed: int, is_training: bool) -> Split:
+    split = _open_any(source, wanted, seed, is_training)
+    dataset = split.dataset
+    dataset.decoding, dataset.reported = Decoding(source.max_image_pixels, source.bits), shared_flags(len(LOSSES))
+    return split
+
+
+def _open_any(source: Source, wanted: Sequence[str], seed: int, is_training: bool) -> Split:
     if not source.name and not source.dir:
         raise ValueError('expected the folder, the tar file or the name of a data set, got none')
     if source.name:
         return _open_named(source, wanted, seed, is_training)
     root = Path(source.dir)
+    names = TRAIN_SPLITS if tuple(wanted) == TRAIN_SPLITS[:1] else wanted
     # Without splits, the class folders are divided.
-    whole = (source.train_split, *EVAL_SPLITS) if source.val_share is not None else None
+    whole = (*TRAIN_SPLITS, source.train_split, *EVAL_SPLITS) if source.val_share is not None else None
     if root.is_file() and root.suffix == '.tar':
-        place, split = root, _open_tar(root, wanted, whole)
-    elif whole is not None and root.is_dir() and not any(_find_all(root, name) for name in whole):
-        place, split = root, _open_folder(root)
+        place, split = root, _open_tar(root, names, whole)
+    elif whole is not None and root.is_dir() and not any(find_present(root, name, SUFFIXES) for name in whole):
+        place, split = root, _open_folder(root, undivided=True)
     else:
-        place = find_split(root, wanted)
+        place = find_split(root, names, SUFFIXES)
         split = OPENERS[place.suffix if place.is_file() else ''](place, source.num_classes)
     _check_count(source.num_classes, split.class_names, place)
     return split
 
 
-def find_split(root: str | Path, wanted: Sequence[str] = EVAL_SPLITS) -> Path:
-    """Return the folder, .tar or .beton file of the first of `wanted` that is in the data set directory `root`.
+def _open_folder(folder: Path, undivided: bool = False) -> Split:
+    """Open a folder of class folders, after checking that each holds an image.
 
-    Raises:
-        ValueError: `root` is missing, not a directory or empty, or has none of the splits.
+    Args:
+        undivided: The folder has no splits.
     """
-    root = Path(root)
-    if not root.is_dir():
-        raise ValueError(
-            f'expected a data set directory with the folders train and val, or a tar file, got {root}, which is not one'
-        )
-    found = sorted(path.name for path in root.iterdir())
-    if not found:
-        raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
-    for name in wanted:
-        present = _find_all(root, name)
-        if present:
-            if len(present) > 1:
-                others = ' and '.join(path.name for path in present[1:])
-                _logger.warning('%s is read, and not %s next to it', present[0], others)
-            return present[0]
-    message = f'expected a folder, .tar or .beton file {" or ".join(wanted)} in {root}, got only {_few(found)}'
-    raise _missing_split(message, wanted)
-
-
-def _find_all(root: Path, name: str) -> list[Path]:
-    paths = {suffix: root / f'{name}{suffix}' for suffix in OPENERS}
-    return [path for suffix, path in paths.items() if (path.is_file() if suffix else path.is_dir())]
-
-
-def _few(names: Sequence[str]) -> str:
-    return ', '.join(names[:MAX_LISTED]) + (f' and {len(names) - MAX_LISTED} more' if len(names) > MAX_LISTED else '')
-
-
-def _open_folder(folder: Path) -> Split:
-    """Open a folder of class folders, after checking that each holds an image."""
     paths, class_folders, ignored = find_images(folder)
     if not class_folders:
-        flat = f'{len(paths)} images without one; {PREPARATION}' if paths else 'none'
+        flat = f'{len(paths)} images without one; {advise_flat(paths)}' if paths else 'none'
         raise ValueError(f'expected one folder per class in {folder}, got {flat}')
-    outside = [path for path in paths if Path(path).parent.parent != folder]
-    return _make_split(folder, _FolderReader, paths, class_folders, outside, ignored)
+    check_sorted(folder, class_folders)
+    places = {each: PurePosixPath(each).relative_to(folder) for each in set(map(os.path.dirname, paths))}
+    if (inner := unwrap(PurePosixPath(), places.values(), class_folders)).parts:
+        return _open_folder(folder / inner, undivided)
+    if undivided:
+        check_no_splits(folder, places.values())
+    labels = {each: next(iter(place.parts), '') for each, place in places.items()}
+    return _make_split(folder, _FolderReader, paths, labels, class_folders, ignored)
 
 
 def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[str] | None = None) -> Split:
@@ -290,9 +293,40 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     """
     members = _read_members(path)
     kinds, suffixes = {name: file_kind(name) for name in members}, image_suffixes()
+    _check_members(path, members, kinds)
     images = [name for name, member in members.items() if not member.isdir() and kinds[name] in suffixes]
-    places = {name: PurePosixPath(name) for name in members}
-    parents = {places[name].parent.parent for name in images}
+    if not images:
+        raise ValueError(f'expected images in class folders in {path}, got none')
+    places = {folder: PurePosixPath(folder) for folder in set(map(os.path.dirname, images))}
+    shown = [PurePosixPath(name) for name, member in members.items() if member.isdir() and _is_shown(name)]
+    undivided = wanted is None or (whole is not None and not find_split_places(places.values(), whole))
+    tops = {find_top(places.values())} if undivided else find_split_places(places.values(), wanted or ())
+    if not tops:
+        raise missing_split(f'folder {" or ".join(wanted or ())} of class folders', path, wanted or (), places.values())
+    tops = {unwrap(top, places.values(), [each.name for each in shown if each.parent == top != each]) for top in tops}
+    if whole is not None and undivided:
+        check_no_splits(path, [place.relative_to(*tops) for place in places.values()])
+    # For each folder the name of its class folder, '' in none of them, None outside the split.
+    labels = {folder: class_folder(PurePosixPath(folder), tops) for folder in set(map(os.path.dirname, members))}
+    inside = [name for name in members if labels[os.path.dirname(name)] is not None]
+    chosen = [name for name in inside if not members[name].isdir() and kinds[name] in suffixes]
+    used = {label for label in map(labels.__getitem__, map(os.path.dirname, chosen)) if label}
+    if not used:
+        flat = f'{len(chosen)} without one; {advise_flat(chosen)}'
+        raise ValueError(f'expected images in class folders of {path}, got {flat}')
+    folders = used.union(each.name for each in shown if each.parent in tops and each.name)
+    others = [kinds[name] for name in inside if not members[name].isdir() and kinds[name] not in suffixes]
+    split = _make_split(path, partial(_TarReader, members), chosen, labels, [*folders], Counter(others))
+    split.dataset.archive = path
+    return split
+
+
+def _is_shown(folder: str) -> bool:
+    return not is_hidden(folder) and PurePosixPath(folder).name != MACOS_FOLDER
+
+
+def _check_members(path: Path, members: Mapping[str, tarfile.TarInfo], kinds: Mapping[str, str]) -> None:
+    """Raise a ValueError for a link, a sparse file or a tar file among the members that are not hidden."""
     for name, member in members.items():
         if kinds[name] == HIDDEN:
             continue
@@ -305,55 +339,39 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
             raise ValueError(
                 f'expected images in class folders of {path}, got a tar file of them, {name}: unpack it; {PREPARATION}'
             )
-    if not images:
-        raise ValueError(f'expected images in class folders in {path}, got none')
-    undivided = whole is not None and not {parent.name for parent in parents}.intersection(whole)
-    splits = _split_folders(parents, path, None if undivided else wanted)
-    inside = [name for name in members if splits & set(places[name].parents)]
-    chosen = [name for name in images if places[name].parent.parent in splits]
-    outside = sorted({*inside}.intersection(images).difference(chosen))
-    used = {places[name].parent.name for name in chosen}
-    if '' in used:
-        raise ValueError(f'expected images in class folders of {path}, got {len(chosen)} without one; {PREPARATION}')
-    folders = {places[name].name for name in inside if members[name].isdir() and places[name].parent in splits}
-    shown = {name for name in folders if not is_hidden(name) and name != MACOS_FOLDER}
-    others = [kinds[name] for name in inside if not members[name].isdir() and kinds[name] not in suffixes]
-    split = _make_split(path, partial(_TarReader, members), chosen, [*used | shown], outside, Counter(others))
-    split.dataset.archive = path
-    return split
 
 
 def _make_split(
     place: Path,
     make_reader: Callable[..., '_FolderReader'],
     paths: Sequence[str],
+    labels: Mapping[str, str | None],
     class_folders: Sequence[str],
-    outside: Sequence[str],
     ignored: Counter[str],
 ) -> Split:
     """Check and open the images of class folders.
 
     Args:
-        outside: Images in no class folder, which are an error.
+        labels: The class folder of each folder of images; '' for images in none, which are an error.
         ignored: As in FoundImages.
     """
     others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
     if not paths:
         raise ValueError(f'expected images in the class folders of {place}, got none{others}')
+    labelled = [(path, labels[os.path.dirname(path)] or '') for path in paths]
+    outside = [path for path, label in labelled if not label]
     if outside:
         raise ValueError(f'expected images only in the class folders of {place}, got {min(outside)}')
-    labels = [os.path.basename(os.path.dirname(path)) for path in paths]
-    without_images = sorted(set(class_folders) - set(labels))
+    without_images = sorted(set(class_folders) - {label for _, label in labelled})
     if without_images:
-        raise ValueError(
-            f'expected images in every class folder of {place}, got none in {_few(without_images)}{others}'
-        )
+        raise ValueError(f'expected images in every class folder of {place}, got none in {few(without_images)}{others}')
     _check_names(class_folders, place)
     names = sorted(class_folders, key=_natural_order)
-    reader = make_reader(place, names, zip(paths, labels, strict=True))
+    reader = make_reader(place, names, labelled)
     dataset = CheckedImageDataset(str(place), reader=reader)
     dataset.targets = np.array([target for _, target in reader.samples])
-    return Split(dataset, names, ignored=describe_ignored(ignored))
+    nested = min((path for path, label in labelled if Path(path).parent.name != label), default='')
+    return Split(dataset, names, describe_ignored(ignored), nested)
 
 
 def _open_beton(path: Path, num_classes: int | None) -> Split:
@@ -369,27 +387,7 @@ OPENERS: dict[str, Callable[[Path, int | None], Split]] = {
     '.tar': lambda path, _: _open_tar(path),
     '.beton': _open_beton,
 }
-
-
-def _missing_split(message: str, wanted: Sequence[str]) -> ValueError:
-    # A split of another name was asked for, which a share of the training images does not replace.
-    if tuple(wanted) not in (EVAL_SPLITS, ('train',)):
-        return ValueError(message)
-    return MissingSplitError(message)
-
-
-def _split_folders(parents: set[PurePosixPath], path: Path, wanted: Sequence[str] | None) -> set[PurePosixPath]:
-    """Return the folders of class folders of the first wanted split; without one, the outermost."""
-    if wanted is None:
-        depth = min(len(parent.parts) for parent in parents)
-        return {parent for parent in parents if len(parent.parts) == depth}
-    for name in wanted:
-        found = {parent for parent in parents if parent.name == name}
-        if found:
-            return found
-    names = _few(sorted(filter(None, (parent.name for parent in parents)))) or 'none'
-    message = f'expected a folder {" or ".join(wanted)} of class folders in {path}, got only {names}'
-    raise _missing_split(message, wanted)
+SUFFIXES = tuple(OPENERS)
 
 
 def _natural_order(name: str) -> tuple[list[int | str], str]:
@@ -463,24 +461,60 @@ def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: b
         raise ValueError(f'the data set {source.name} needs a package that is not installed: {error}') from error
     if isinstance(dataset, WebDataset):
         return _open_stream(dataset, source, name)
-    # Hugging Face's.
     if type(dataset) is ImageDataset:
-        reader: Any = dataset.reader
-        dataset = CheckedImageDataset(source.dir, reader=reader)
-        if reader.label_key in reader.dataset.column_names:
-            dataset.targets = np.array(reader.dataset[reader.label_key])
+        dataset = _open_hugging_face(dataset.reader, source)
     names = _known_class_names(dataset, source)
     if isinstance(dataset, DatasetFolder) and (hidden := [name for name in names if is_hidden(name)]):
         raise ValueError(
-            f'expected class folders in {dataset.root} whose names do not begin with a dot, got {_few(hidden)}: remove '
+            f'expected class folders in {dataset.root} whose names do not begin with a dot, got {few(hidden)}: remove '
             f'them, or set data.dir={source.dir} without data.name, which leaves them out'
         )
-    if isinstance(dataset, CheckedDataset):
-        return Split(dataset, names)
-    # torchvision's data sets of image files.
-    if hasattr(dataset, 'loader'):
-        dataset.loader = open_image
-    return Split(TorchvisionDataset(dataset), names)
+    split = Split(dataset if isinstance(dataset, CheckedDataset) else TorchvisionDataset(dataset), names)
+    _check_targets(split, source, name)
+    return split
+
+
+def _open_hugging_face(reader: Any, source: Source) -> CheckedImageDataset:
+    """Return the data set of timm's reader, with the targets; classes that are words are those of the column."""
+    dataset = CheckedImageDataset(source.dir, reader=reader)
+    key, columns = reader.label_key, reader.dataset.column_names
+    try:
+        values = list(reader.dataset[key]) if key in columns else list(reader.iter_targets())
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f'expected the column {key} of {source.name}, got {few(columns)}; data.target_key names that of the class'
+        ) from error
+    if values and all(isinstance(value, str) for value in values):
+        names = sorted(set(values), key=_natural_order)
+        reader.class_to_idx, reader.remap_class = {name: index for index, name in enumerate(names)}, True
+        values = [reader.class_to_idx[value] for value in values]
+    # Rows of lists of different lengths are no array.
+    dataset.targets = np.array(values) if all(isinstance(each, int) for each in values) else _as_objects(values)
+    return dataset
+
+
+def _as_objects(values: Sequence[Any]) -> np.ndarray:
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
+def _check_targets(split: Split, source: Source, name: str) -> None:
+    """Raise a ValueError unless every target is the index of a class."""
+    targets, count = split.dataset.targets, len(split.class_names)
+    labels = [] if targets is None else targets.tolist()
+    wrong = [i for i, label in enumerate(labels) if not (isinstance(label, int) and 0 <= label < count)]
+    if not wrong:
+        return
+    found, remedy = labels[wrong[0]], ''
+    if found == count and min(labels) == 1:
+        remedy = f'; data.num_classes={count + 1} reads labels that begin at 1'
+    elif found == -1:
+        remedy = '; a split without labels cannot be used: data.eval_split names another, data.val_share=0.1 holds out'
+    raise ValueError(
+        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {found!r} for image '
+        f'{wrong[0]}{remedy}'
+    )
 
 
 def _open_stream(stream: WebDataset, source: Source, split: str) -> Split:

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from aft_vision.data.augment import Augmentation, native_mixup
 from aft_vision.data.datasets import (
-    EVAL_SPLITS,
     Source,
     Split,
     check_same_classes,
@@ -26,6 +25,7 @@ from aft_vision.data.datasets import (
     open_train_split,
     with_evaluation_images,
 )
+from aft_vision.data.layout import EVAL_SPLITS
 from aft_vision.data.native import NativeShape
 from aft_vision.data.sampling import EpochSampler, SeededDataset, Shard, SizeSchedule
 from aft_vision.data.shards import WebDataset
@@ -198,6 +198,8 @@ def _warn(source: Source, *splits: Split) -> None:
     # With held-out images, both splits come from one folder.
     for ignored in dict.fromkeys(split.ignored for split in splits if split.ignored):
         _logger.warning('ignored in %s, because they are hidden or no images: %s', place, ignored)
+    if nested := next((split.nested for split in splits if split.nested), ''):
+        _logger.warning('the class of an image is its outermost folder, as of %s', nested)
     if len(splits[0].class_names) == 1:
         _logger.warning('%s has one class, %s, so every prediction is right', place, splits[0].class_names[0])
 

@@ -1,9 +1,11 @@
 """Finding and reading of image files, for the whole project."""
 
+import logging
 import os
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -11,7 +13,8 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 from timm.data import get_img_extensions
 
-SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif', '.tif', '.tiff')
+# Formats that Pillow knows without reading their pixels itself: data sets, videos, drawings of other programs.
+UNREAD = {'BUFR', 'GRIB', 'HDF5', 'WMF', 'MPEG', 'EPS'}
 # Transposition for each value of the EXIF orientation.
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -22,15 +25,40 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# Pixels of an image, which take 0.75 GiB as RGB. The largest sensors of telephones have 200 million.
+MAX_PIXELS = 2**28
+# What an image may lose as RGB of 8 bits.
+LOSSES = ('transparency', 'bands', 'bits')
+SAMPLES_PER_PIXEL = 277
 LINK = 'link to a folder above'
 # Files and folders whose names begin with a dot, which programs keep for themselves: Jupyter's .ipynb_checkpoints, and
 # ._1.jpg, which macOS puts next to 1.jpg. MACOS_FOLDER has the latter in zip files.
 HIDDEN, MACOS_FOLDER = 'hidden', '__MACOSX'
 HIDDEN_NAME = re.compile(r'(?:^|/)\.(?!\.?(?:/|$))')
 
+_PILLOW_LIMIT = threading.Lock()
+_reported: set[str] = set()
+_logger = logging.getLogger(__name__)
+
 
 class CorruptImageError(ValueError):
     """An image that cannot be decoded; the message names its path."""
+
+
+class LargeImageError(CorruptImageError):
+    """An image of more pixels than allowed; the message names the key that allows it."""
+
+
+class Decoding(NamedTuple):
+    """Options of reading images.
+
+    Attributes:
+        max_pixels: Largest number of pixels; a larger JPEG is decoded at a half, a fourth or an eighth of its sides.
+        bits: Bits of the pixels that files of 16 bits use, from 8 to 16.
+    """
+
+    max_pixels: int = MAX_PIXELS
+    bits: int = 16
 
 
 class FoundImages(NamedTuple):
@@ -47,26 +75,122 @@ class FoundImages(NamedTuple):
     ignored: Counter[str]
 
 
-def open_image(file: str | Path | IO[bytes], name: str | None = None) -> Image.Image:
+def open_image(
+    file: str | Path | IO[bytes],
+    name: str | None = None,
+    decoding: Decoding | None = None,
+    report: Callable[[str, str], None] | None = None,
+) -> Image.Image:
     """Read the first frame of an image as RGB, rotated by its EXIF orientation, 16 bits scaled to 8.
 
     Args:
         name: Its name in errors; its path by default.
+        decoding: Options; None for the default ones.
+        report: Takes one of LOSSES and a message if something is lost; None logs the first of each in this process.
 
     Raises:
+        LargeImageError: it has more pixels than allowed.
         CorruptImageError: it cannot be decoded, or has pixels of more than 16 bits.
     """
+    shown, decoding = str(name or file), decoding or Decoding()
     try:
-        with Image.open(file) as image:
+        with _open_any_size(file) as image:
+            _limit_pixels(image, shown, decoding.max_pixels)
+            is_high = _raw_mode(image).startswith('RGB;16')
             # Before reading the orientation, because Pillow itself rotates TIFF files.
             image.load()
-            turn, pixels = UPRIGHT.get(_orientation(image)), _to_rgb(image)
+            turn, pixels = UPRIGHT.get(_orientation(image)), _to_rgb(image, decoding.bits, is_high)
+            for loss, message in _find_losses(image, decoding.bits, is_high).items():
+                (report or _report)(loss, f'{shown} {message}')
+    except LargeImageError:
+        raise
     # Decoders raise various errors for damaged files: OSError, SyntaxError, struct.error, DecompressionBombError.
     except Exception as error:
-        # Pillow's message has the address of a file in memory.
-        reason = 'its format is unknown' if isinstance(error, UnidentifiedImageError) else error
-        raise CorruptImageError(f'expected an image that can be decoded, got {name or file}: {reason}') from error
+        raise CorruptImageError(
+            f'expected an image that can be decoded, got {shown}: {_reason(error, shown)}'
+        ) from error
     return pixels if turn is None else pixels.transpose(turn)
+
+
+def _report(loss: str, message: str) -> None:
+    if loss not in _reported:
+        _reported.add(loss)
+        _logger.warning('%s', message)
+
+
+def _reason(error: Exception, name: str) -> str:
+    # Pillow's message has the address of a file in memory.
+    if not isinstance(error, UnidentifiedImageError):
+        return str(error)
+    if name.lower().endswith(('.tif', '.tiff')):
+        return 'Pillow reads TIFF files of 1, 3 or 4 bands of 8 bits, or of 1 band of 16 bits, and this is no such file'
+    return 'its format is unknown'
+
+
+def _open_any_size(file: str | Path | IO[bytes]) -> Image.Image:
+    """Open an image without Pillow's limit of pixels, which belongs to the whole process."""
+    with _PILLOW_LIMIT:
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            return Image.open(file)
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+
+
+def _limit_pixels(image: Image.Image, name: str, max_pixels: int) -> None:
+    """Decode a large JPEG at a part of its sides; raise a LargeImageError for any other."""
+    width, height = image.size
+    if width * height <= max_pixels:
+        return
+    factor = next((factor for factor in (2, 4, 8) if width * height <= max_pixels * factor**2), None)
+    if factor is not None:
+        image.draft(None, (max(width // factor, 1), max(height // factor, 1)))
+    # Other formats are not changed by it.
+    if image.size == (width, height):
+        raise LargeImageError(
+            f'expected an image of at most {max_pixels:,} pixels, got {name} of {width} x {height}, which would take '
+            f'{3 * width * height / 2**30:.1f} GiB; data.max_image_pixels={width * height}, or --max-pixels of a tool, '
+            'allows it'
+        )
+
+
+def _raw_mode(image: Image.Image) -> str:
+    """Return the layout of the pixels in a file by Pillow's name; '' if it is unknown."""
+    tile: Any = getattr(image, 'tile', None)
+    arguments = tile[0][-1] if tile else ''
+    return str(arguments[0] if isinstance(arguments, tuple) and arguments else arguments or '')
+
+
+def _find_losses(image: Image.Image, bits: int, is_high: bool) -> dict[str, str]:
+    """Return what an image loses as RGB of 8 bits, by LOSSES, as the ends of sentences after its name."""
+    found = {}
+    if _is_transparent(image):
+        found['transparency'] = 'has transparent pixels; all are read as opaque'
+    bands = getattr(image, 'tag_v2', {}).get(SAMPLES_PER_PIXEL, 0) - image.has_transparency_data
+    if image.mode == 'RGBX' or (bands > 3 and image.mode != 'CMYK'):
+        found['bands'] = f'has {max(bands, 4)} bands; only the first three are read, as red, green and blue'
+    if bits == 16 and 0 < (largest := _largest_value(image, is_high)) < 4096:
+        used = 8 if largest < 256 else 12
+        more = '' if image.mode == 'RGB' else f'; data.bits={used}, or --bits {used} of a tool, reads the lower ones'
+        found['bits'] = f'has 16 bits but no value above {largest}, so it is almost black{more}'
+    return found
+
+
+def _largest_value(image: Image.Image, is_high: bool) -> int:
+    """Return the largest value of an image of 16 bits; 0 of others."""
+    if image.mode.startswith('I'):
+        return int(np.asarray(image).max())
+    # Pillow keeps only the upper 8 bits.
+    upper = int(np.asarray(image).max()) if is_high else 0
+    return 256 * upper + 255 if upper else 0
+
+
+def _is_transparent(image: Image.Image) -> bool:
+    # Pillow cannot convert the transparent grey value of 16 bits.
+    if not image.has_transparency_data or image.mode.startswith('I'):
+        return False
+    alpha = (image if image.mode in ('RGBA', 'LA') else image.convert('RGBA')).getchannel('A')
+    return bool(np.asarray(alpha).min() < 255)
 
 
 def _orientation(image: Image.Image) -> Any:
@@ -77,21 +201,29 @@ def _orientation(image: Image.Image) -> Any:
         return None
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _to_rgb(image: Image.Image, bits: int, is_high: bool) -> Image.Image:
     if image.mode == 'F':
         raise ValueError('expected pixels of 8 or 16 bits, got floating-point numbers')
+    if is_high and bits != 16:
+        raise ValueError(f'expected one band for data.bits={bits}, got three of 16 bits, whose upper 8 Pillow reads')
     if not image.mode.startswith('I'):
         return image.convert('RGB')
     # Pillow returns 16 bits of some of these formats as 32; for others the largest value is unknown.
     if image.mode == 'I' and image.format not in ('PNG', 'PPM'):
         raise ValueError('expected unsigned pixels of 8 or 16 bits, got 32 bits or signed numbers')
+    values = np.asarray(image)
+    if bits != 16 and values.max() >= 2**bits:
+        raise ValueError(f'expected values below {2**bits}, as data.bits={bits} says, got {values.max()}')
     # Pillow would clip these at 255.
-    return Image.fromarray((np.asarray(image) // 256).astype(np.uint8)).convert('RGB')
+    return Image.fromarray((values // 2 ** (bits - 8)).astype(np.uint8)).convert('RGB')
 
 
 def image_suffixes() -> set[str]:
-    """Return the suffixes of image files: ours, and those added to timm's."""
-    return {*SUFFIXES, *get_img_extensions()}
+    """Return the suffixes of image files: of all formats that Pillow reads, and those added to timm's."""
+    # Registers all of Pillow's formats.
+    kinds = Image.registered_extensions()
+    readable = Image.OPEN.keys() - UNREAD
+    return {*(suffix for suffix, kind in kinds.items() if kind in readable), *get_img_extensions()}
 
 
 def file_kind(path: str) -> str:

@@ -22,7 +22,7 @@ from timm.data.readers.targets import get_field, has_field
 from torch.utils.data import IterableDataset, get_worker_info
 
 from aft_vision.data.checked import ImageData, shared_flags
-from aft_vision.data.images import CorruptImageError, image_suffixes, is_hidden, open_image
+from aft_vision.data.images import CorruptImageError, image_suffixes, is_hidden
 from aft_vision.data.sampling import ORDER, SAMPLE, Shard, derive_seed, restored_generators, seed_generators
 
 INFO_FILES = ('_info.json', 'info.json')
@@ -181,7 +181,7 @@ class WebDataset(ImageData, IterableDataset):
     def _decode(self, samples: Iterator[Sample]) -> Iterator[tuple[Any, int]]:
         for name, file, label in samples:
             try:
-                image = open_image(file, name)
+                image = self.open_image(file, name)
             except CorruptImageError as error:
                 self.report(error)
             else:

@@ -15,8 +15,8 @@ from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, res
 from torch import Tensor, nn
 
 from aft_vision.data.augment import crop_thin_images
-from aft_vision.data.images import CorruptImageError, describe_ignored, find_images, open_image
-from aft_vision.sizes import default_size
+from aft_vision.data.images import CorruptImageError, Decoding, describe_ignored, find_images, open_image
+from aft_vision.sizes import check_channels, default_size
 from aft_vision.visualize.figure import evenly_spaced
 
 DISPLAY = 448
@@ -130,6 +130,7 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
         CorruptImageError: the file cannot be decoded.
         ValueError: the model takes images of other than 1 or 3 channels.
     """
+    check_channels(model, 1, 3)
     image, config = open_image(path), resolve_input_data_config(model)
     height, width = default_size(model) if size is None else size
     step = max(1, DISPLAY // max(height, width))
@@ -138,17 +139,21 @@ def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | No
     return Photograph(Path(path), _normalise(image, config, (height, width)), shown.expand(3, -1, -1).permute(1, 2, 0))
 
 
-def load_image(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Tensor:
+def load_image(
+    path: str | Path, model: nn.Module, size: Sequence[int] | None = None, decoding: Decoding | None = None
+) -> Tensor:
     """Read an image only for the model: the `images` (1, C, H, W) of `load_photograph`, which takes longer.
 
     Args:
         size: (H, W) in pixels; None means the model's evaluation size.
+        decoding: Options of reading the file; None for the default ones.
 
     Raises:
         CorruptImageError: the file cannot be decoded.
     """
+    check_channels(model, 1, 3)
     height, width = default_size(model) if size is None else size
-    return _normalise(open_image(path), resolve_input_data_config(model), (height, width))
+    return _normalise(open_image(path, decoding=decoding), resolve_input_data_config(model), (height, width))
 
 
 def _normalise(image: Image, config: dict[str, Any], size: tuple[int, int]) -> Tensor:
@@ -159,8 +164,6 @@ def _normalise(image: Image, config: dict[str, Any], size: tuple[int, int]) -> T
 def _crop(image: Image, config: dict[str, Any], size: tuple[int, int]) -> Tensor:
     # (C, H, W) uint8, by timm's transform for the model.
     channels = config['input_size'][0]
-    if channels not in (1, 3):
-        raise ValueError(f'expected a model of images of 1 or 3 channels, got one of {channels}')
     options = {**config, 'input_size': (channels, *size)}
     transform = crop_thin_images(create_transform(**options, use_prefetcher=True))
     return transform(image.convert('L') if channels == 1 else image)

@@ -2,6 +2,7 @@ import logging
 import pickle
 import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import NO_AUGMENTATION, make_folder
-from PIL import Image
+from PIL import Image, features
 from torchvision.datasets import CIFAR10
 
 from aft_vision.data import (
     Augmentation,
     CorruptImageError,
+    LargeImageError,
     Preprocessing,
     Shard,
     Source,
@@ -23,6 +25,7 @@ from aft_vision.data import (
     create_loaders,
 )
 from aft_vision.data.datasets import open_eval_split, open_train_split, with_evaluation_images
+from aft_vision.data.layout import MissingSplitError
 
 PLAIN = Preprocessing((16, 16), crop_pct=1.0, mean=(0, 0, 0), std=(1, 1, 1))
 
@@ -97,6 +100,117 @@ def test_a_chosen_split_is_used(tmp_path):
     assert open_train_split(Source(dir=str(tmp_path), train_split='extra')).class_names == ['a', 'b']
 
 
+def open_both(root: Path, **options: Any) -> tuple[list[str], int, list[str], int]:
+    """The classes and the number of images of the training and of the evaluation split."""
+    source = Source(dir=str(root), **options)
+    train, evaluation = open_train_split(source), open_eval_split(source)
+    return train.class_names, len(train.dataset), evaluation.class_names, len(evaluation.dataset)
+
+
+AS_TAR = pytest.mark.parametrize('as_tar', [False, True])
+
+
+@AS_TAR
+@pytest.mark.parametrize('names', [('Train', 'Val'), ('TRAIN', 'TEST'), ('Training', 'Testing'), ('training', 'valid')])
+@pytest.mark.parametrize('share', [None, 0.5])
+def test_splits_of_other_usual_names_are_read_and_are_no_classes(tmp_path, names, share, as_tar):
+    root = make_folder(tmp_path / 'images', {name: ['a', 'b'] for name in names}, images=4)
+    root = make_tar(tmp_path / 'all.tar', root, 'some/place') if as_tar else root
+    counts = (8, 8) if share is None else (4, 4)
+    assert open_both(root, val_share=share) == (['a', 'b'], counts[0], ['a', 'b'], counts[1])
+
+
+def test_the_split_with_the_exact_name_is_preferred(tmp_path, caplog):
+    make_folder(tmp_path, {'Train': ['a'], 'train': ['b'], 'training': ['c']})
+    assert open_train_split(Source(dir=str(tmp_path))).class_names == ['b']
+    assert 'train is read, and not Train next to it' in caplog.text
+    assert open_train_split(Source(dir=str(tmp_path), train_split='Train')).class_names == ['a']
+
+
+@AS_TAR
+@pytest.mark.parametrize('names', [('seg_train', 'seg_test'), ('training_set', 'test_set'), ('my-train', 'my-val')])
+@pytest.mark.parametrize('share', [None, 0.5])
+def test_folders_that_look_like_splits_are_named_as_keys_that_read_them(tmp_path, names, share, as_tar):
+    root = make_folder(tmp_path / 'images', {name: ['a', 'b'] for name in names}, images=4)
+    root = make_tar(tmp_path / 'all.tar', root) if as_tar else root
+    with pytest.raises(MissingSplitError) as raised:
+        open_both(root, val_share=share)
+    assert raised.value.remedies == {'train_split': names[0], 'eval_split': names[1]}
+    assert open_both(root, **raised.value.remedies) == (['a', 'b'], 8, ['a', 'b'], 8)
+
+
+@AS_TAR
+@pytest.mark.parametrize(
+    'folders',
+    [{'train': ['a', 'b']}, {'my_train': ['a', 'b'], 'more': ['c']}, {'.': ['a', 'b']}, {'.': ['bus', 'car', 'train']}],
+)
+def test_the_remedies_of_a_missing_split_read_the_data_set(tmp_path, folders, as_tar):
+    root = make_folder(tmp_path / 'images', folders, images=10)
+    root = make_tar(tmp_path / 'all.tar', root) if as_tar else root
+    with pytest.raises(MissingSplitError) as raised:
+        open_both(root)
+    first = next(iter(folders.values()))
+    found = open_both(root, **raised.value.remedies)
+    assert found == (first, 9 * len(first), first, len(first))
+
+
+def test_no_remedy_is_named_where_none_is_known(tmp_path):
+    make_folder(tmp_path, {'val': ['a'], 'more': ['a']})
+    with pytest.raises(MissingSplitError) as raised:
+        open_both(tmp_path)
+    assert raised.value.remedies == {}
+
+
+@AS_TAR
+@pytest.mark.parametrize('names', [['bus', 'car', 'train'], ['ok', 'test', 'val'], ['a', 'b', 'Train', 'TEST']])
+def test_a_class_may_have_the_name_of_a_split(tmp_path, names, as_tar):
+    undivided = make_folder(tmp_path / 'images', {'.': names}, images=4)
+    divided = make_folder(tmp_path / 'divided', {'train': names, 'val': names}, images=3)
+    if as_tar:
+        undivided = make_tar(tmp_path / 'undivided.tar', undivided, 'place')
+        divided = make_tar(tmp_path / 'divided.tar', divided, 'place')
+    found, count, *_ = open_both(undivided, val_share=0.25)
+    assert (sorted(found), count) == (sorted(names), 3 * len(names))
+    found, count, *evaluation = open_both(divided)
+    assert (sorted(found), count) == (sorted(names), 3 * len(names))
+    assert evaluation == [found, count]
+
+
+def test_flat_splits_are_no_classes(tmp_path):
+    layout(tmp_path, 'train/0.png', 'val/0.png', 'notes/x.txt')
+    with pytest.raises(ValueError, match=r'one folder per class in .*train, got 1 images without one'):
+        open_train_split(Source(dir=str(tmp_path), val_share=0.5))
+
+
+@AS_TAR
+@pytest.mark.parametrize('split', ['train', ''])
+def test_the_class_of_a_nested_image_is_the_outermost_folder(tmp_path, split, as_tar, caplog):
+    kinds = ['cat/persian/0.png', 'cat/siamese/0.png', 'dog/pug/small/0.png', 'dog/0.png', 'dog/boxes.txt']
+    layout(tmp_path / 'images', *(str(Path(split, kind)) for kind in kinds), 'val/cat/images/0.png', 'val/dog/0.png')
+    root = tmp_path / 'images'
+    if not split:
+        shutil.rmtree(root / 'val')
+    root = make_tar(tmp_path / 'all.tar', root, 'place') if as_tar else root
+    source = Source(dir=str(root), val_share=None if split else 0.5)
+    loaders = create_loaders(source, (16, 16), 1, augment=NO_AUGMENTATION, num_workers=0)
+    assert loaders.class_names == ['cat', 'dog']
+    assert sum(len(targets) for loader in (loaders.train, loaders.validation) for _, targets in loader) >= 4
+    assert caplog.text.count('the class of an image is its outermost folder') == 1
+
+
+@AS_TAR
+def test_a_folder_in_which_the_data_set_lies_is_opened(tmp_path, as_tar):
+    layout(
+        tmp_path / 'images', 'flowers/rose/0.png', 'flowers/rose/1.png', 'flowers/tulip/0.png', 'flowers/tulip/1.png'
+    )
+    layout(tmp_path / 'divided', 'train/train/a/0.png', 'train/train/b/0.png', 'val/a/0.png', 'val/b/0.png')
+    undivided, divided = tmp_path / 'images', tmp_path / 'divided'
+    if as_tar:
+        undivided, divided = (make_tar(tmp_path / f'{x.name}.tar', x) for x in (undivided, divided))
+    assert open_both(undivided, val_share=0.5) == (['rose', 'tulip'], 2, ['rose', 'tulip'], 2)
+    assert open_both(divided) == (['a', 'b'], 2, ['a', 'b'], 2)
+
+
 def test_a_split_in_two_forms_is_named(tmp_path, caplog):
     folder = make_folder(tmp_path, {'val': ['a']})
     make_tar(tmp_path / 'val.tar', folder / 'val')
@@ -160,8 +274,58 @@ def test_other_names_of_image_and_class_are_passed_on(tmp_path, monkeypatch):
     assert names == ['x', 'y']
     assert targets.tolist() == [0, 1]
     torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
-    with pytest.raises(ValueError, match=r'expected the number of classes or another key of the class, because hfds/'):
+    with pytest.raises(ValueError, match=r'expected the column label of hfds/.*, got img, fine'):
         evaluate(Source(**options))
+
+
+def write_parquet(folder: Path, kind: Any, **labels: list[Any]) -> Source:
+    """A data set of Hugging Face with black images of these labels for each split."""
+    datasets = pytest.importorskip('datasets')
+    features = datasets.Features({'image': datasets.Image(), 'label': kind(datasets)})
+    (folder / 'data').mkdir()
+    for split, values in labels.items():
+        rows = {'image': [Image.new('RGB', (4, 4))] * len(values), 'label': values}
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(str(folder / 'data' / f'{split}.parquet'))
+    return Source(name=f'hfds/{folder / "data"}', dir=str(folder / 'cache'))
+
+
+def test_labels_of_hugging_face_that_are_words_are_classes(tmp_path):
+    labels = {'train': ['dog', 'cat10', 'cat9', 'dog'], 'validation': ['cat9', 'dog', 'cat10']}
+    source = write_parquet(tmp_path, lambda datasets: datasets.Value('string'), **labels)
+    loaders = create_loaders(source, (4, 4), 4, augment=NO_AUGMENTATION, num_workers=0)
+    assert loaders.class_names == ['cat9', 'cat10', 'dog']
+    assert [targets.tolist() for _, targets in loaders.validation] == [[0, 2, 1]]
+    assert sorted(next(iter(loaders.train))[1].tolist()) == [0, 1, 2, 2]
+    with pytest.raises(ValueError, match=r'expected 3 classes, as in .*, got 4'):
+        open_train_split(replace(source, num_classes=4))
+
+
+@pytest.mark.parametrize(
+    ('labels', 'kind', 'message', 'remedy'),
+    [
+        (
+            [1, 2, 3],
+            'int64',
+            r'labels from 0 to 2 in the split .validation. of .*, got 3 for image 2; data\.num_classes=4',
+            4,
+        ),
+        ([0, 1, -1], 'int64', r'got -1 for image 2; a split without labels cannot be used: data\.eval_split', None),
+        ([0, 1, None], 'int64', 'got None for image 2', None),
+        ([0.5, 1.0], 'float32', 'got 0.5 for image 0', None),
+    ],
+)
+def test_labels_of_hugging_face_that_are_no_classes_are_an_error_at_opening(tmp_path, labels, kind, message, remedy):
+    source = write_parquet(tmp_path, lambda datasets: datasets.Value(kind), validation=labels)
+    with pytest.raises(ValueError, match=message):
+        open_eval_split(replace(source, num_classes=3))
+    if remedy is not None:
+        assert len(open_eval_split(replace(source, num_classes=remedy)).class_names) == remedy
+
+
+def test_several_labels_of_an_image_are_an_error(tmp_path):
+    source = write_parquet(tmp_path, lambda datasets: datasets.List(datasets.Value('int64')), validation=[[0, 1], [1]])
+    with pytest.raises(ValueError, match=r'got \[0, 1\] for image 0'):
+        open_eval_split(replace(source, num_classes=3))
 
 
 def test_a_data_set_of_hugging_face_is_read(tmp_path, monkeypatch):
@@ -236,6 +400,34 @@ def test_a_skipped_image_is_named_once_in_a_run(tmp_path, capfd, num_workers):
     assert [shown.count(f'{split}/a/1.png') for split in ('train', 'val')] == [1, 1]
 
 
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_what_is_lost_of_images_is_said_once_in_a_run(tmp_path, capfd, num_workers):
+    for split in ('train', 'val'):
+        for name in 'ab':
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(2):
+                Image.new('RGBA', (8, 8), (9, 9, 9, 0)).save(tmp_path / split / name / f'{number}.png')
+    source = Source(dir=str(tmp_path))
+    loader, _ = create_eval_loader(source, (16, 16), 1, num_workers=num_workers)
+    with mock.patch.object(logging.getLogger(), 'handlers', []):
+        for _ in range(2):
+            assert len(list(loader)) == 4
+    assert capfd.readouterr().err.count('has transparent pixels; all are read as opaque') == 1
+
+
+@AS_TAR
+def test_keys_of_reading_reach_every_image(tmp_path, as_tar):
+    (tmp_path / 'images' / 'val' / 'a').mkdir(parents=True)
+    Image.fromarray(np.full((20, 20), 20 * 16, np.uint16)).save(tmp_path / 'images' / 'val' / 'a' / '0.png')
+    root = tmp_path / 'images'
+    source = Source(dir=str(make_tar(tmp_path / 'all.tar', root) if as_tar else root), bits=12)
+    torch.testing.assert_close(evaluate(source)[0], torch.ones(1), rtol=0, atol=0.05)
+    with pytest.raises(LargeImageError, match=r'at most 399 pixels, got .*a/0\.png.* of 20 x 20'):
+        evaluate(replace(source, max_image_pixels=399))
+    source = replace(source, name='torch/image_folder', eval_split='val', dir=str(root))
+    torch.testing.assert_close(evaluate(source)[0], torch.ones(1), rtol=0, atol=0.05)
+
+
 def test_a_batch_of_skipped_images_is_empty(tmp_path):
     make_folder(tmp_path, {'val': ['a', 'b']}, images=4)
     for number in range(4):
@@ -288,7 +480,7 @@ def layout(root: Path, *names: str) -> None:
         (['./'], 'which is empty'),
         (
             ['train/a/0.png', 'extra/a/0.png'],
-            r'folder, .tar or .beton file val or validation or valid or test .* only extra, tr',
+            r'folder, .tar or .beton file val or validation or valid or test or testing .* only extra, tr',
         ),
         (
             ['train/a/0.png', 'train/b/0.png', 'val/a/0.png', 'val/c/0.png'],
@@ -297,7 +489,12 @@ def layout(root: Path, *names: str) -> None:
         (['train/a/0.png', 'train/b/', 'val/a/0.png', 'val/b/'], 'got none in b'),
         (['train/a/0.png', 'train/b/x.heic', 'val/a/0.png'], r'got none in b; ignored: 1 file \(1 \.heic\)'),
         (['train/a/0.png', 'val/'], 'expected one folder per class in .*, got none'),
-        (['train/a/0.png', 'val/0.png'], r'one folder per class in .*val, got 1 images without one; tools\.prepare_im'),
+        (['train/a/0.png', 'val/0.png'], r'one folder per class in .*val, got 1 images without one; move each'),
+        (
+            ['train/a/0.png', 'val/ILSVRC2012_val_00000001.png'],
+            r'one folder per class in .*val, got 1 images without one; tools\.prepare_imagenet',
+        ),
+        (['train/a/0.png', 'val/images/0.png', 'val/val_annotations.txt'], r'--solution .*val_annotations\.txt --out '),
     ],
 )
 def test_a_folder_that_is_no_data_set_is_named(tmp_path, paths, message):
@@ -309,7 +506,7 @@ def test_a_folder_that_is_no_data_set_is_named(tmp_path, paths, message):
 @pytest.mark.parametrize(
     ('paths', 'message'),
     [
-        (['extra/a/0.png', 'train2/a/0.png'], r'train of class folders in .*got only extra, train2'),
+        (['extra/a/0.png', 'train2/a/0.png'], r'train or training of class folders in .*got only extra, train2'),
         (['train/notes.txt'], r'expected images in class folders in .*all\.tar, got none'),
         (['train/a/._x.png'], r'images in class folders in .*all\.tar, got none'),
         (['train/a/0.png', 'train/b/'], r'every class folder of .*all\.tar, got none in b'),
@@ -325,7 +522,7 @@ def test_a_tar_without_a_split_to_evaluate_lists_what_is_there(tmp_path):
     layout(tmp_path / 'images', 'train/a/0.png', 'extra/a/0.png')
     tar = make_tar(tmp_path / 'all.tar', tmp_path / 'images')
     with pytest.raises(
-        ValueError, match=r'val or validation or valid or test of class folders in .*got only extra, train'
+        ValueError, match=r'val or validation or valid or test or testing of class folders in .*got only extra, train'
     ):
         open_eval_split(Source(dir=str(tar)))
 
@@ -334,7 +531,9 @@ def test_a_tar_of_images_without_class_folders_is_named(tmp_path):
     layout(tmp_path / 'images', '0.png', '1.png')
     (tmp_path / 'set').mkdir()
     make_tar(tmp_path / 'set' / 'val.tar', tmp_path / 'images')
-    with pytest.raises(ValueError, match=r'class folders of .*val\.tar, got 2 without one; tools\.prepare_imagenet'):
+    with pytest.raises(
+        ValueError, match=r'class folders of .*val\.tar, got 2 without one; move each image into a folder'
+    ):
         open_eval_split(Source(dir=str(tmp_path / 'set')))
 
 
@@ -385,11 +584,10 @@ def test_a_tar_that_is_cut_is_not_taken_for_a_smaller_one(tmp_path, blocks):
         open_train_split(Source(dir=str(tar)))
 
 
-@pytest.mark.parametrize('place', ['train/astray.png', 'train/a/deep/astray.png'])
 @pytest.mark.parametrize('as_tar', [False, True])
-def test_an_image_outside_the_class_folders_is_named(tmp_path, place, as_tar):
+def test_an_image_outside_the_class_folders_is_named(tmp_path, as_tar):
+    place = 'train/astray.png'
     folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']})
-    (folder / place).parent.mkdir(exist_ok=True)
     Image.new('RGB', (4, 4)).save(folder / place)
     path = make_tar(tmp_path / 'all.tar', folder) if as_tar else folder
     with pytest.raises(ValueError, match=rf'only in the class folders of .*, got .*{place}'):
@@ -535,12 +733,12 @@ def test_a_share_is_held_apart_only_if_there_is_no_evaluation_split(tmp_path):
         with_evaluation_images(Source(dir=str(tmp_path / 'absent'), val_share_without_split=0.2))
 
 
-@pytest.mark.parametrize('split', ['val', 'validation', 'valid', 'test'])
+@pytest.mark.parametrize('split', ['val', 'validation', 'valid', 'test', 'Testing'])
 def test_a_share_that_is_held_apart_is_said_and_a_split_is_used(tmp_path, caplog, split):
     make_folder(tmp_path, {'train': ['a', 'b']}, images=5)
     source = Source(dir=str(tmp_path), val_share_without_split=0.2)
     assert len(evaluate(source)[1]) == 2
-    assert f'{tmp_path} has none of the splits val, validation, valid, test: 0.2 of' in caplog.text
+    assert f'{tmp_path} has none of the splits val, validation, valid, test, testing: 0.2 of' in caplog.text
     caplog.clear()
     make_folder(tmp_path, {split: ['a', 'b']}, images=3)
     assert len(evaluate(source)[1]) == 6
@@ -726,12 +924,19 @@ def test_turned_photographs_are_trained_and_evaluated_upright(tmp_path, suffix, 
         assert images[..., 18:].max() < 0.05
 
 
-@pytest.mark.parametrize('suffix', ['webp', 'bmp', 'gif', 'tif', 'tiff', 'TIFF', 'png', 'jpg', 'jpeg'])
+KINDS = 'webp bmp gif tif tiff TIFF png jpg jpeg jfif ppm pgm pbm jp2 tga'.split() + ['avif'] * features.check('avif')
+
+
+@pytest.mark.parametrize('suffix', KINDS)
 @pytest.mark.parametrize('as_tar', [False, True])
 def test_every_kind_of_image_is_read(tmp_path, suffix, as_tar):
+    mode = {'pgm': 'L', 'pbm': '1'}.get(suffix, 'RGB')
+    # A bit is black or white, and only the mean of a dithered picture is grey.
+    sides = (200, 200) if mode == '1' else (20, 20)
     for name, value in (('a', 0), ('b', 20)):
         (tmp_path / 'images' / 'val' / name).mkdir(parents=True)
-        Image.new('RGB', (20, 20), (value,) * 3).save(tmp_path / 'images' / 'val' / name / f'0.{suffix}')
+        image = Image.new('RGB', sides, (value,) * 3).convert(mode)
+        image.save(tmp_path / 'images' / 'val' / name / f'0.{suffix}')
     root = tmp_path / 'images'
     values, targets, _ = evaluate(Source(dir=str(make_tar(tmp_path / 'all.tar', root) if as_tar else root)))
     torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)

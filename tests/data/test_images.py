@@ -1,10 +1,12 @@
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from aft_vision.data import CorruptImageError, open_image
+from aft_vision.data import CorruptImageError, Decoding, LargeImageError, open_image
 from aft_vision.data.images import UPRIGHT
 
 RAMP = np.linspace(0, 65535, 64).astype(np.uint16).reshape(4, 16)
@@ -80,3 +82,117 @@ def test_a_damaged_file_is_named(tmp_path):
         open_image(tmp_path / 'x.jpg')
     with Path(tmp_path / 'x.jpg').open('rb') as file, pytest.raises(CorruptImageError, match='got the third image'):
         open_image(file, 'the third image')
+
+
+@pytest.mark.filterwarnings('error')
+def test_an_image_above_pillows_limit_is_read(tmp_path):
+    # 24 KB, which Pillow calls an attack.
+    Image.new('1', (20_000, 10_000), 1).save(tmp_path / 'x.png')
+    image = open_image(tmp_path / 'x.png')
+    assert image.size == (20_000, 10_000)
+    assert image.resize((1, 1)).getpixel((0, 0)) == (255,) * 3
+    with pytest.raises(Image.DecompressionBombError):
+        Image.open(tmp_path / 'x.png')
+
+
+def test_an_image_above_the_limit_is_an_error_whose_key_reads_it(tmp_path):
+    Image.new('RGB', (11, 10)).save(tmp_path / 'x.png')
+    with pytest.raises(LargeImageError, match=r'at most 109 pixels, got .*x\.png of 11 x 10.*max_image_pixels=110'):
+        open_image(tmp_path / 'x.png', decoding=Decoding(max_pixels=109))
+    assert open_image(tmp_path / 'x.png', decoding=Decoding(max_pixels=110)).size == (11, 10)
+
+
+@pytest.mark.parametrize(('max_pixels', 'size'), [(640 * 480, (640, 480)), (640 * 479, (320, 240)), (5000, (80, 60))])
+def test_a_jpeg_above_the_limit_is_decoded_at_a_part_of_its_sides(tmp_path, max_pixels, size):
+    ramp = np.linspace(0, 255, 640).astype(np.uint8)
+    image = Image.fromarray(np.broadcast_to(ramp[None, :, None], (480, 640, 3)).copy())
+    image.save(tmp_path / 'x.jpg', quality=95)
+    found = open_image(tmp_path / 'x.jpg', decoding=Decoding(max_pixels=max_pixels))
+    assert found.size == size
+    np.testing.assert_allclose(found, image.resize(size, Image.Resampling.BOX), atol=3)
+    with pytest.raises(LargeImageError):
+        open_image(tmp_path / 'x.jpg', decoding=Decoding(max_pixels=4000))
+
+
+@pytest.mark.parametrize('suffix', ['png', 'tiff', 'pgm'])
+def test_lower_bits_of_sixteen_are_scaled_by_their_number(tmp_path, suffix):
+    pixels = RAMP // 16
+    Image.fromarray(pixels).save(tmp_path / f'x.{suffix}')
+    found = open_image(tmp_path / f'x.{suffix}', decoding=Decoding(bits=12))
+    np.testing.assert_array_equal(found, np.repeat(pixels[..., None] // 16, 3, axis=2))
+    Image.fromarray(RAMP).save(tmp_path / f'x.{suffix}')
+    with pytest.raises(CorruptImageError, match=r'values below 4096, as data\.bits=12 says, got 65535'):
+        open_image(tmp_path / f'x.{suffix}', decoding=Decoding(bits=12))
+
+
+def write_deep_tiff(path: Path, pixels: np.ndarray, bits: int, photometric: int) -> Path:
+    """An uncompressed TIFF file of any number of bands, which Pillow itself cannot write."""
+    height, width, bands = pixels.shape
+    content = pixels.astype(f'<u{bits // 8}').tobytes()
+    depths = np.full(bands, bits, '<u2').tobytes()
+    start = 8 + len(content)
+    # Bits at `start` if they are more than two numbers; then the directory.
+    tags = [
+        (256, 3, 1, width),
+        (257, 3, 1, height),
+        (258, 3, bands, start),
+        (259, 3, 1, 1),
+        (262, 3, 1, photometric),
+        (273, 4, 1, 8),
+        (277, 3, 1, bands),
+        (278, 3, 1, height),
+        (279, 4, 1, len(content)),
+        (338, 3, bands - 3, 0),
+    ]
+    tags = [tag for tag in tags if tag[2]]
+    directory = b''.join(struct.pack('<HHII', *tag) for tag in tags)
+    head = b'II*\0' + struct.pack('<I', start + len(depths))
+    path.write_bytes(head + content + depths + struct.pack('<H', len(tags)) + directory + b'\0\0\0\0')
+    return path
+
+
+def losses(path: Path, **options: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    open_image(path, decoding=Decoding(**options), report=found.__setitem__)
+    return found
+
+
+def test_what_is_lost_of_an_image_is_reported(tmp_path):
+    grey = np.full((4, 4, 4), 100, np.uint8)
+    Image.fromarray(grey).save(tmp_path / 'clear.png')
+    Image.fromarray(grey[..., :2], 'LA').save(tmp_path / 'grey.png')
+    Image.new('P', (4, 4)).save(tmp_path / 'palette.png', transparency=0)
+    for name in ('clear', 'grey', 'palette'):
+        assert 'transparent' in losses(tmp_path / f'{name}.png').pop('transparency')
+    Image.fromarray(RAMP // 16).save(tmp_path / 'x.tiff')
+    assert 'no value above 4095, so it is almost black; data.bits=12' in losses(tmp_path / 'x.tiff')['bits']
+    Image.fromarray(RAMP // 256).save(tmp_path / 'x.png')
+    assert 'data.bits=8' in losses(tmp_path / 'x.png')['bits']
+    for bands in (4, 5):
+        path = write_deep_tiff(tmp_path / 'bands.tiff', np.full((4, 4, bands), 100), 8, photometric=2)
+        assert f'has {bands} bands; only the first three are read' in losses(path)['bands']
+    path = write_deep_tiff(tmp_path / 'deep.tiff', np.full((4, 4, 3), 2000), 16, photometric=2)
+    assert 'almost black' in losses(path)['bits']
+    with pytest.raises(CorruptImageError, match=r'one band for data\.bits=12, got three of 16 bits'):
+        losses(path, bits=12)
+
+
+def test_an_image_that_loses_nothing_is_not_reported(tmp_path):
+    Image.new('RGBA', (4, 4), (1, 2, 3, 255)).save(tmp_path / 'opaque.png')
+    Image.new('RGB', (4, 4), (1, 2, 3)).save(tmp_path / 'plain.tiff')
+    Image.new('CMYK', (4, 4), (1, 2, 3, 4)).save(tmp_path / 'printed.tiff')
+    Image.fromarray(RAMP).save(tmp_path / 'deep.png')
+    Image.fromarray(RAMP * 0).save(tmp_path / 'black.png')
+    Image.fromarray(RAMP).save(tmp_path / 'grey_is_clear.png', transparency=0)
+    for path in tmp_path.iterdir():
+        assert losses(path) == {}
+    Image.fromarray(RAMP // 16).save(tmp_path / 'twelve.png')
+    assert losses(tmp_path / 'twelve.png', bits=12) == {}
+
+
+def test_a_tiff_file_that_pillow_cannot_read_says_which_it_can(tmp_path):
+    path = write_deep_tiff(tmp_path / 'x.tif', np.full((4, 4, 6), 100), 16, photometric=1)
+    with pytest.raises(
+        CorruptImageError, match=r'x\.tif: Pillow reads TIFF files of 1, 3 or 4 bands of 8 bits, or of 1'
+    ):
+        open_image(path)

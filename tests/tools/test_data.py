@@ -5,6 +5,7 @@ import timm
 import torch
 from helpers import make_folder
 
+from aft_vision.data import LargeImageError
 from tools.arguments import add_data_arguments
 from tools.data import create_data_loader
 
@@ -68,3 +69,19 @@ def test_a_missing_split_is_replaced_by_a_share_where_none_was_asked_for(tmp_pat
         create_data_loader(model, (16, 16), args, torch.device('cpu'))
     assert ('; --val-share 0.1 evaluates' in str(raised.value)) is advised
     assert 'data.' not in str(raised.value)
+
+
+def test_a_model_of_more_channels_than_images_have_is_rejected(tmp_path):
+    make_folder(tmp_path, {'val': ['a', 'b']})
+    model = timm.create_model('resnet10t', num_classes=2, in_chans=4)
+    with pytest.raises(ValueError, match='expected a model of images of 3 channels, got one of 4'):
+        create_data_loader(model, (16, 16), parse('--data', str(tmp_path), '--workers', '0'), torch.device('cpu'))
+
+
+def test_options_of_reading_reach_the_images(tmp_path):
+    make_folder(tmp_path, {'val': ['a', 'b']})
+    model = timm.create_model('resnet10t', num_classes=2)
+    args = parse('--data', str(tmp_path), '--workers', '0', '--max-pixels', '5')
+    loader, _ = create_data_loader(model, (16, 16), args, torch.device('cpu'))
+    with pytest.raises(LargeImageError, match='at most 5 pixels'):
+        list(loader)

@@ -47,6 +47,11 @@ def test_classes_are_those_of_timm_s_own_preprocessing(run_folder, capsys):
     assert rows[0]['classes'][0]['class'] in printed
 
 
+def test_options_of_reading_reach_the_images(run_folder):
+    with pytest.raises(CorruptImageError, match=r'at most 5 pixels, got .*; data\.max_image_pixels=.* or --max-pixels'):
+        main([str(PHOTOGRAPHS[0]), '--checkpoint', str(run_folder), '--max-pixels', '5'])
+
+
 @pytest.mark.parametrize('more', [[], ['--json']])
 def test_images_that_cannot_be_decoded_are_named_after_the_others(run_folder, tmp_path, capsys, more):
     (tmp_path / 'bad.png').write_bytes(b'no image')

@@ -140,7 +140,7 @@ def test_a_thousand_classes_have_the_published_number_of_images(tmp_path):
     (tmp_path / 'solution.csv').write_text(f'ImageId,PredictionString\n{rows}')
     with pytest.raises(ValueError, match=r'expected 50000 images in .*val, as published, got 1000'):
         main(['--solution', str(tmp_path / 'solution.csv'), '--out', str(tmp_path)])
-    with pytest.raises(ValueError, match=r'expected the flat folder val .* in --out .*other, got none'):
+    with pytest.raises(ValueError, match=r'expected the folder val .* in --out .*other, got none'):
         main(['--solution', str(tmp_path / 'solution.csv'), '--out', str(tmp_path / 'other')])
 
 
@@ -180,3 +180,25 @@ def test_a_flat_validation_folder_is_sorted_where_it_stopped(archives, tmp_path,
     next((out / 'val').glob('*/*1.JPEG')).unlink()
     with pytest.raises(ValueError, match=r'expected 6 validation images in .*val, as have a class, got 5'):
         main([*arguments, '--out', str(out)])
+
+
+def test_the_validation_images_of_tiny_imagenet_are_sorted(tmp_path):
+    for name in CLASSES:
+        (tmp_path / 'train' / name / 'images').mkdir(parents=True)
+        (tmp_path / 'train' / name / 'images' / f'{name}_0.JPEG').write_bytes(picture(0))
+    (tmp_path / 'val' / 'images').mkdir(parents=True)
+    for number, index in enumerate(OF_VALIDATION):
+        (tmp_path / 'val' / 'images' / f'val_{number}.JPEG').write_bytes(picture(20 * index))
+    annotations = tmp_path / 'val' / 'val_annotations.txt'
+    lines = [f'val_{number}.JPEG\t{CLASSES[index]}\t0\t32\t44\t62\n' for number, index in enumerate(OF_VALIDATION)]
+    annotations.write_text(''.join(lines))
+    for _ in range(2):
+        main(['--solution', str(annotations), '--out', str(tmp_path)])
+    split = open_eval_split(Source(dir=str(tmp_path)))
+    assert split.class_names == open_train_split(Source(dir=str(tmp_path))).class_names == CLASSES
+    assert [np.asarray(image).mean().round() // 20 for image, _ in map(split.dataset.__getitem__, range(6))] == [
+        target for _, target in map(split.dataset.__getitem__, range(6))
+    ]
+    annotations.write_text('val_0.JPEG,n01440764\n')
+    with pytest.raises(ValueError, match=r'expected lines of an image, its class and its box in .*, got others'):
+        main(['--solution', str(annotations), '--out', str(tmp_path)])

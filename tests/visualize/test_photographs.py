@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -105,10 +106,11 @@ def test_a_thin_image_has_the_size_of_the_model(tmp_path: Path, crop_mode: str):
     assert load_image(tmp_path / 'thin.png', model).shape == (1, 3, 224, 224)
 
 
-def test_a_model_of_other_channels_is_named(tmp_path: Path):
+@pytest.mark.parametrize('own', [{}, dict(input_size=(4, 32, 32), mean=(0.4,) * 4, std=(0.2,) * 4)])
+def test_a_model_of_other_channels_is_named(tmp_path: Path, own: dict[str, Any]):
     photographs(1, (32, 32))[0].save(tmp_path / '0.png')
     model = timm.create_model('aft_conv_tiny', **TINY, in_chans=4)
-    model.pretrained_cfg.update(input_size=(4, 32, 32), mean=(0.4,) * 4, std=(0.2,) * 4)
+    model.pretrained_cfg.update(own)
     with pytest.raises(ValueError, match='images of 1 or 3 channels, got one of 4'):
         load_image(tmp_path / '0.png', model)
 

@@ -1,0 +1,238 @@
+"""The layout of folders of images: which of them are splits, and which are classes."""
+
+import logging
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from aft_vision.data.images import MACOS_FOLDER, image_suffixes, is_hidden
+
+# Names of splits, in any case; the first that exists is taken.
+TRAIN_SPLITS = ('train', 'training')
+EVAL_SPLITS = ('val', 'validation', 'valid', 'test', 'testing')
+# Words in the names of other folders that are probably splits, such as seg_train and test_set.
+SIMILAR = {
+    'train_split': re.compile(r'(?<![a-z])train(ing)?(?![a-z])'),
+    'eval_split': re.compile(r'(?<![a-z])(val(id(ation)?)?|eval(uation)?|test(ing)?)(?![a-z])'),
+}
+PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
+ANNOTATIONS = 'val_annotations.txt'
+# Names that a message lists.
+MAX_LISTED = 10
+
+_logger = logging.getLogger(__name__)
+
+
+class MissingSplitError(ValueError):
+    """An error of a data set that has no training or evaluation split of the usual names.
+
+    Attributes:
+        remedies: Fields of a Source that read the data set; {} if none does.
+    """
+
+    def __init__(self, message: str, remedies: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.remedies = remedies
+
+    @property
+    def keys(self) -> str:
+        """Return the remedies as keys of an experiment, as the end of a sentence; '' if there are none."""
+        found = ' '.join(f'data.{key}={value}' for key, value in self.remedies.items())
+        share = 'val_share' in self.remedies
+        return f'; {found} {"holds out a tenth of the training images" if share else "reads them"}' if found else ''
+
+
+def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str]) -> Path:
+    """Return the folder or file of the first of `wanted` that is in the data set directory `root`.
+
+    Args:
+        suffixes: Those of the files of a split, '' for a folder, the preferred one first.
+
+    Raises:
+        ValueError: `root` is missing, not a directory or empty, or has none of the splits.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise ValueError(
+            f'expected a data set directory with the folders train and val, or a tar file, got {root}, which is not one'
+        )
+    found = sorted(path.name for path in root.iterdir())
+    if not found:
+        raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
+    for name in wanted:
+        present = find_present(root, name, suffixes)
+        if present:
+            if len(present) > 1:
+                others = ' and '.join(path.name for path in present[1:])
+                _logger.warning('%s is read, and not %s next to it', present[0], others)
+            return present[0]
+    parents = [root / name / each for name in found for each in _folders(root / name)]
+    files = [root / name / 'a class' for name in found if Path(name).suffix in suffixes[1:]]
+    places = [PurePosixPath(path).relative_to(root) for path in (*parents, *files)]
+    raise missing_split(f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, places, found)
+
+
+def find_present(root: Path, name: str, suffixes: Sequence[str]) -> list[Path]:
+    """Return the folder and the files of a split; those first that have its name in the same case."""
+    found = []
+    for path in root.iterdir():
+        stem, suffix = (path.name, '') if path.is_dir() else (path.stem, path.suffix)
+        if stem.lower() == name.lower() and suffix in suffixes and not _is_class(path):
+            found.append((stem != name, suffixes.index(suffix), path))
+    return [path for *_, path in sorted(found)]
+
+
+def _is_class(folder: Path) -> bool:
+    """Return whether a folder with the name of a split has images and no folders, as one with another name next to it.
+
+    A flat split, whose images have no classes, has no such folder next to it.
+    """
+    others = set(_folders(folder.parent)) - {folder.name} if _is_flat(folder) else ()
+    splits = {*TRAIN_SPLITS, *EVAL_SPLITS}
+    return any(_is_flat(folder.with_name(name)) for name in others if name.lower() not in splits)
+
+
+def _is_flat(folder: Path) -> bool:
+    """Return whether a folder has images and no folders."""
+    if not folder.is_dir() or _folders(folder):
+        return False
+    suffixes = image_suffixes()
+    return any(path.suffix.lower() in suffixes and not is_hidden(path.name) for path in folder.iterdir())
+
+
+def _folders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder that are not hidden."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return [e.name for e in entries if e.is_dir() and not is_hidden(e.name) and e.name != MACOS_FOLDER]
+
+
+def missing_split(
+    expected: str,
+    root: Path,
+    wanted: Sequence[str],
+    places: Iterable[PurePosixPath],
+    found: Sequence[str] | None = None,
+) -> ValueError:
+    """Return the error of a missing split; a MissingSplitError unless one of another name was asked for.
+
+    Args:
+        expected: The split that is missing.
+        places: Folders that may be classes.
+        found: Names of the files in `root`; those of the folders with classes by default.
+    """
+    names = sorted({place.parent.name for place in places if place.parent.name})
+    classes = [name for name in wanted if any(each.lower() == name for each in found or ())]
+    note = f'; {classes[0]} there has images and no folders, so it is a class' if classes else ''
+    listed = few(names if found is None else found) or 'none'
+    message = f'expected a {expected} in {root}, got only {listed}{note}'
+    if tuple(wanted) not in (EVAL_SPLITS, TRAIN_SPLITS):
+        return ValueError(message)
+    return MissingSplitError(message, _remedies(names))
+
+
+def _remedies(names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a Source that read a data set whose folders with folders have these names."""
+    found: dict[str, Any] = {}
+    usual = {'train_split': TRAIN_SPLITS, 'eval_split': EVAL_SPLITS}
+    present = {key: any(name.lower() in usual[key] for name in names) for key in usual}
+    for key, pattern in SIMILAR.items():
+        similar = [name for name in names if pattern.search(name.lower())]
+        if not present[key] and similar:
+            found[key] = min(similar, key=lambda name: ('val' not in name.lower(), name))
+    if present['eval_split'] or 'eval_split' in found:
+        return found if present['train_split'] or 'train_split' in found else {}
+    return {**found, 'val_share': 0.1}
+
+
+def find_split_places(places: Collection[PurePosixPath], wanted: Sequence[str]) -> set[PurePosixPath]:
+    """Return the folders of the first of `wanted` that has class folders, at any depth.
+
+    Args:
+        places: The folders with images.
+    """
+    top = find_top(places)
+    inner = {above for place in places for above in place.parents}
+    splits = {*TRAIN_SPLITS, *EVAL_SPLITS, *wanted}
+    # A class in another split may be called as the wanted one.
+    outer = {place for place in inner if not any(p.name.lower() in splits for p in place.parents if top in p.parents)}
+    for name in wanted:
+        found = [place for place in outer if place.name.lower() == name.lower()]
+        exact = {place for place in found if place.name == name}
+        if found:
+            return {place for place in exact or found if not set(place.parents) & {*found}}
+    return set()
+
+
+def find_top(places: Collection[PurePosixPath]) -> PurePosixPath:
+    """Return the folder of the outermost class folders of a data set without splits.
+
+    Args:
+        places: The folders with images.
+    """
+    top = PurePosixPath(os.path.commonpath([str(PurePosixPath('/', place)) for place in places])).relative_to('/')
+    return top.parent if set(places) == {top} else top
+
+
+def unwrap(top: PurePosixPath, places: Iterable[PurePosixPath], folders: Iterable[str]) -> PurePosixPath:
+    """Return the folder of class folders at or below `top`: an only folder that has only folders wraps them.
+
+    Args:
+        places: The folders with images.
+        folders: Names of the folders in `top`.
+    """
+    below = [place for place in places if top in (place, *place.parents)]
+    inner = find_top(below) if below else top
+    names = {*folders, *(place.relative_to(top).parts[0] for place in below if place != top)}
+    return inner if len(names) == 1 and top in inner.parents else top
+
+
+def class_folder(place: PurePosixPath, tops: Collection[PurePosixPath]) -> str | None:
+    """Return the name of the class folder of a folder: the first below one of `tops`; '' for that, None outside."""
+    for top in (place, *place.parents):
+        if top in tops:
+            return next(iter(place.relative_to(top).parts), '')
+    return None
+
+
+def check_no_splits(root: Path, places: Iterable[PurePosixPath]) -> None:
+    """Raise a MissingSplitError if the outermost folders look like splits and not like classes.
+
+    Args:
+        places: The folders with images, relative to `root`.
+    """
+    inner: dict[str, set[str]] = {}
+    for place in places:
+        name, *rest = place.parts or ('',)
+        inner.setdefault(name, set()).update(rest[:1])
+    for name in inner:
+        twins = [other for other in inner if other != name and inner[other] and inner[other] == inner[name]]
+        if twins and SIMILAR['train_split'].search(name.lower()):
+            raise MissingSplitError(
+                f'expected class folders in {root}, got {name} and {twins[0]}, which look like splits: both have the '
+                f'folders {few(sorted(inner[name]))}',
+                _remedies([name, *twins]),
+            )
+
+
+def check_sorted(folder: Path, class_folders: Sequence[str]) -> None:
+    """Raise a ValueError for the validation images of Tiny-ImageNet as published, which are not in class folders."""
+    if (folder / ANNOTATIONS).is_file() and len(class_folders) == 1:
+        raise ValueError(
+            f'expected one folder per class in {folder}, got the images of Tiny-ImageNet without one; python -m '
+            f'tools.prepare_imagenet --solution {folder / ANNOTATIONS} --out {folder.parent} makes them'
+        )
+
+
+def advise_flat(paths: Sequence[str]) -> str:
+    """Return what makes class folders of images without one."""
+    of_imagenet = any(os.path.basename(path).startswith('ILSVRC2012_val') for path in paths)
+    return PREPARATION if of_imagenet else 'move each image into a folder with the name of its class'
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    return ', '.join(names[:MAX_LISTED]) + (f' and {len(names) - MAX_LISTED} more' if len(names) > MAX_LISTED else '')
