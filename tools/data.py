@@ -1,7 +1,10 @@
 """The evaluation loader of a tool, from its options."""
 
 import argparse
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from aft_vision.data import NativeShape, Preprocessing, Source, create_eval_loader
+from aft_vision.data.datasets import WHOLE
 from aft_vision.data.layout import MissingSplitError
 from aft_vision.evaluate import find_classes
 from aft_vision.sizes import check_channels
@@ -45,13 +49,31 @@ def create_data_loader(
     )
     crop_pct = trained['crop_pct'] if args.crop_pct is None else args.crop_pct
     preprocessing = Preprocessing(size, crop_pct, trained['mean'], trained['std'])
+    options: dict[str, Any] = dict(num_workers=args.workers, device=device)
+    place = args.name or args.data
     try:
-        loader, class_names = create_eval_loader(
-            source, preprocessing, args.batch_size, num_workers=args.workers, device=device
-        )
+        loader, class_names = create_eval_loader(source, preprocessing, args.batch_size, **options)
     except MissingSplitError as error:
-        raise ValueError(f'{error}{_advice(error.remedies)}') from error
-    return loader, class_names, find_classes(model, class_names, args.name or args.data, args.match_classes == 'place')
+        message = f'{error}{_advice(error.remedies)}'
+        # Class folders of a test set, in no split.
+        if error.remedies.keys() != {'val_share'} or args.split:
+            raise ValueError(message) from error
+        try:
+            whole = replace(source, eval_split=WHOLE)
+            loader, class_names = create_eval_loader(whole, preprocessing, args.batch_size, **options)
+        except ValueError:
+            raise ValueError(message) from error
+        _note(f'{place} has no splits: all of it is evaluated; --val-share takes what a training held out')
+    classes = find_classes(model, class_names, place, args.match_classes == 'place')
+    if classes is not None and len(classes) < model.num_classes:
+        _note(f'{place} has {len(classes)} of the {model.num_classes} classes of the model: only these are compared')
+    return loader, class_names, classes
+
+
+@cache
+def _note(line: str) -> None:
+    """Print a line to stderr once: a tool opens its data for each size."""
+    print(line, file=sys.stderr)
 
 
 def _advice(remedies: Mapping[str, Any]) -> str:

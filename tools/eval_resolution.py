@@ -5,10 +5,10 @@ python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 192:
 python -m tools.eval_resolution --checkpoint A B C --data DIR --sizes 128:224:32 --out OUT
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --native --max-tokens 196 576
 
-FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; DIR is a folder or tar file with a val,
-validation or test split, or with --name the root of a data set of torchvision, Hugging Face or WebDataset by timm's
-name. A size is a side in pixels, HEIGHTxWIDTH, or START:STOP:STEP for every side from START to STOP, including STOP. A
-fixed-size model is resized with its `set_input_size`.
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; DIR is a folder or tar file of class
+folders, in a val, validation or test split if it has splits, or with --name the root of a data set of torchvision,
+Hugging Face or WebDataset by timm's name. A size is a side in pixels, HEIGHTxWIDTH, or START:STOP:STEP for every side
+from START to STOP, including STOP. A fixed-size model is resized with its `set_input_size`.
 
 --multi-scale adds a row for the mean of the predictions at these sizes; the images are loaded at the largest size and
 resized to the others. --flip averages every prediction with the prediction for the mirror image. --pad accepts sizes
@@ -19,6 +19,11 @@ that are not multiples of the patch size.
 --native adds a row for images at their own shapes, for each N of --max-tokens: whole, at the largest size with at most
 N patches, in batches of timm's NaFlex. The largest square of at most N patches, by the patch size of
 each model, is added to its sizes.
+
+A folder of class folders without splits is evaluated as a whole, also if it has only some of the classes of the model,
+as ImageNet-A, ImageNet-R (200 classes) and ImageNet-V2 (folders 0 to 999) do: their outputs are compared among
+themselves. --real-labels takes the labels of ReaL for the validation images of ImageNet: the answer must be one of
+those of an image, and images without a label are left out.
 
 --per-class adds the top-1 accuracy of every class at each size, and writes its number of images and top-5 to the JSON
 file.
@@ -31,13 +36,17 @@ size, a column per test size. Earlier results are replaced with --overwrite only
 
 import argparse
 import copy
+import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from tools.arguments import KeyValues, add_data_arguments, add_device, add_overwrite, check_new, parse_sizes
 from train.command_line import CommandParser
+
+VALIDATION_NAME = re.compile(r'ILSVRC2012_val_(\d{8})(?:_n\d{8})?')
 
 
 def by_area(sizes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -65,6 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--multi-scale', type=parse_sizes, nargs='+', default=[], help='two or more sizes to average over')
     add('--flip', action='store_true', help='average each prediction with the one for the mirror image')
     add('--pad', action='store_true', help='pad images at the right and at the bottom to whole patches')
+    add('--real-labels', type=Path, metavar='FILE', help="labels of ReaL (real.json) for ImageNet's validation images")
     add('--per-class', action='store_true', help='also print the accuracy of every class')
     add_device(parser)
     add('--out', type=Path, help='folder of the results (default: next to the first checkpoint)')
@@ -80,6 +90,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error('--native needs --max-tokens, numbers of patches of at least 1, and --max-tokens needs --native')
     if args.native and (args.flip or args.pad):
         parser.error('--native takes neither --flip nor --pad')
+    if args.real_labels and args.per_class:
+        parser.error('--real-labels takes no --per-class, as an image has several classes')
     if not (args.sizes or args.native):
         parser.error('expected --sizes, or --native with --max-tokens')
     return args
@@ -89,6 +101,7 @@ if __name__ == '__main__':
     parse_args()
 
 import torch
+from timm.data import ImageNetInfo
 from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import reparameterize_model
 from torch import nn
@@ -96,7 +109,7 @@ from torch import nn
 from aft_vision.commandline import run_command
 from aft_vision.data import NativeShape
 from aft_vision.devices import peak_memory_mb, reset_peak_memory, resolve_device
-from aft_vision.evaluate import evaluate_all
+from aft_vision.evaluate import evaluate_all, find_classes
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import (
@@ -284,12 +297,74 @@ def evaluate_at(
     loader, class_names, classes = create_data_loader(model, size, args, device)
     evaluated = reparameterize_model(evaluated.to(device), inplace=True)
     reset_peak_memory(device)
-    evaluator = ClassEvaluator(device, len(class_names))
+    evaluator: Any = ClassEvaluator(device, len(class_names))
+    if args.real_labels:
+        evaluator = RealEvaluator(device, read_real_labels(args.real_labels, loader))
+        classes = find_classes(model, ImageNetInfo().label_names(), 'ImageNet', args.match_classes == 'place')
     (metrics,) = evaluate_all(
         [evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator, classes=classes
     )
     by_class = {'classes': evaluator.describe(class_names)} if args.per_class else {}
     return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device), **by_class}
+
+
+class RealEvaluator(ClassificationEvaluator):
+    """timm's evaluator of images with several right classes each; those without any are not counted.
+
+    Args:
+        labels: Classes by the target of an image, which is its number.
+    """
+
+    def __init__(self, device: torch.device, labels: Sequence[Sequence[int]]) -> None:
+        super().__init__(device)
+        self.labels = labels
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        right = torch.zeros(output.shape, dtype=torch.bool)
+        for row, number in enumerate(target.tolist()):
+            right[row, list(self.labels[number])] = True
+        right = right.to(output.device)
+        counted = right.any(dim=-1)
+        output, right = output[counted].float(), right[counted]
+        if not len(output):
+            return
+        # The loss of the right class that the model takes for the likeliest.
+        loss = nn.functional.cross_entropy(output, output.masked_fill(~right, -torch.inf).argmax(dim=-1))
+        self._accumulate_loss(loss, len(output))
+        correct = right.gather(1, output.topk(min(5, output.shape[-1]), dim=-1).indices)
+        self.counts[1] += correct[:, 0].sum()
+        self.counts[2] += correct.any(dim=-1).sum()
+
+
+def read_real_labels(path: Path, loader: Any) -> list[list[int]]:
+    """Return the labels of ReaL for the images of a loader, whose targets become the numbers of the images.
+
+    Args:
+        path: A JSON list of the labels of each of the 50,000 validation images of ImageNet-1k, in the order of their
+            names.
+
+    Raises:
+        ValueError: the file has another content, or the images have no names or those of other images.
+    """
+    try:
+        labels = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f'expected a list of labels in {path}, got: {error}') from error
+    known = {*range(ImageNetInfo().num_classes())}
+    if not isinstance(labels, list) or not all(isinstance(each, list) and known.issuperset(each) for each in labels):
+        raise ValueError(f'expected a list of the labels of each image in {path}, got another JSON file')
+    reader = getattr(loader.dataset, 'reader', None)
+    if not hasattr(reader, 'samples'):
+        raise ValueError('--real-labels belongs to images in files, whose names say which they are')
+    numbers = [VALIDATION_NAME.fullmatch(PurePath(name).stem) for name, _ in reader.samples]
+    other = next((name for (name, _), number in zip(reader.samples, numbers, strict=True) if not number), None)
+    if other is not None:
+        raise ValueError(f'expected images named ILSVRC2012_val_NUMBER for --real-labels, got {other}')
+    found = [int(number[1]) - 1 for number in numbers if number]
+    if not all(0 <= number < len(labels) for number in found):
+        raise ValueError(f'expected the labels of {max(found) + 1} images in {path}, got {len(labels)}')
+    reader.samples = [(name, number) for (name, _), number in zip(reader.samples, found, strict=True)]
+    return labels
 
 
 if __name__ == '__main__':

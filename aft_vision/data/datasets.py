@@ -58,6 +58,8 @@ from aft_vision.data.shards import StrictTarInfo, WebDataset, open_shards
 
 NAMED = ('torch/', 'hfds/', 'wds/')
 CAN_SKIP = ('hfds/', 'wds/')
+# The evaluation split that is all of a data set without splits.
+WHOLE = '.'
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
 
 
@@ -76,7 +78,8 @@ class Source:
         train_split: Name of the training split; of a folder or tar file also `training`, and in any case. After a name
             of `wds/`, `|NUMBER` is the number of its images.
         eval_split: Name of the evaluation split; None takes the first of `val`, `validation`, `valid`, `test`,
-            `testing` that exists, or `validation` of a named data set.
+            `testing` that exists, or `validation` of a named data set; `.` all images of a folder or tar file of class
+            folders without splits.
         val_share: Fraction of the training images, in (0, 1), to hold out for evaluation instead of the validation
             split; the rest is for training. It is drawn class by class. A folder or tar file of class folders without
             splits is divided in the same way. None holds out nothing.
@@ -253,12 +256,15 @@ def _open_any(source: Source, wanted: Sequence[str], seed: int, is_training: boo
         return _open_named(source, wanted, seed, is_training)
     root = Path(source.dir)
     names = TRAIN_SPLITS if tuple(wanted) == TRAIN_SPLITS[:1] else wanted
-    # Without splits, the class folders are divided.
-    whole = (*TRAIN_SPLITS, source.train_split, *EVAL_SPLITS) if source.val_share is not None else None
+    # Without splits, the class folders are divided, or all of them evaluated.
+    is_whole = source.val_share is not None or tuple(wanted) == (WHOLE,)
+    whole = (*TRAIN_SPLITS, source.train_split, *EVAL_SPLITS) if is_whole else None
     if root.is_file() and root.suffix == '.tar':
         place, split = root, _open_tar(root, names, whole)
     elif whole is not None and root.is_dir() and not any(find_present(root, name, SUFFIXES) for name in whole):
         place, split = root, _open_folder(root, undivided=True)
+    elif tuple(wanted) == (WHOLE,):
+        raise ValueError(f'expected a folder or tar file of class folders without splits, got {root}')
     else:
         place = find_split(root, names, SUFFIXES)
         split = OPENERS[place.suffix if place.is_file() else ''](place, source.num_classes)

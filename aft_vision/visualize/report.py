@@ -225,7 +225,8 @@ def _relative_section(report: Report) -> str:
             left -= len(heads[name])
     words = paragraph(
         f'Mean over {len(report.skipped.kept(report.averaged))} images and all query positions. The implicit '
-        'attention of AFT is softmax(key + position bias) over the sources (AFT Eq. 3). Class and register tokens are left out.'
+        'attention of AFT is softmax(key + position bias) over the sources (AFT Eq. 3). Class and register tokens are '
+        'left out.'
     )
     alt = f'Average attention by the offset from query to key, for each layer and head drawn, of {" and ".join(maps)}'
     return words + picture(figure_png(draw_relative_attention(maps, heads)), alt)

@@ -82,6 +82,6 @@ def test_options_of_reading_reach_the_images(tmp_path):
     make_folder(tmp_path, {'val': ['a', 'b']})
     model = timm.create_model('resnet10t', num_classes=2)
     args = parse('--data', str(tmp_path), '--workers', '0', '--max-pixels', '5')
-    loader, *_ = create_data_loader(model, (16, 16), args, torch.device('cpu'))
+    loader, _, _ = create_data_loader(model, (16, 16), args, torch.device('cpu'))
     with pytest.raises(LargeImageError, match='at most 5 pixels'):
         list(loader)

@@ -9,6 +9,7 @@ import timm
 import torch
 from helpers import CLOTHING, generator, link_photographs, make_folder, save_model
 from PIL import Image
+from timm.data import ImageNetInfo
 
 from aft_vision.data import NativeShape, Preprocessing, create_eval_loader
 from aft_vision.evaluate import evaluate
@@ -362,3 +363,80 @@ def test_an_error_leaves_the_rows_that_were_measured_and_the_earlier_table(tmp_p
     assert (tmp_path / 'eval_resolution.json').read_text() == earlier
     run_on(data, [path], '32')
     assert not part.exists()
+
+
+def save_named(path: Path, names: Sequence[str], best: str) -> Path:
+    """A model that takes every image for this class."""
+    kwargs = dict(depth=1, embed_dim=8, num_heads=4, num_classes=len(names))
+    model = timm.create_model('aft_conv_nano', **kwargs)
+    with torch.no_grad():
+        torch.nn.init.zeros_(model.head.weight)
+        model.head.bias.copy_(torch.linspace(1, 0, len(names)))
+        model.head.bias[list(names).index(best)] = 2
+    return save_model(path, 'aft_conv_nano', model, kwargs, class_names=list(names))
+
+
+def test_class_folders_without_splits_are_evaluated_as_a_whole(tmp_path, capsys):
+    make_folder(tmp_path / 'data', {'.': ['a', 'b', 'c']}, images=2)
+    path = save_named(tmp_path / 'best.pth', 'abc', 'b')
+    rows = run_on(tmp_path / 'data', [path], '32', '64')
+    assert [(row['samples'], row['top1']) for row in rows] == [(6, pytest.approx(100 / 3))] * 2
+    assert capsys.readouterr().err.count('has no splits: all of it is evaluated') == 1
+    with tarfile.open(tmp_path / 'data.tar', 'w') as file:
+        file.add(tmp_path / 'data', arcname='data')
+    (row,) = run_on(tmp_path / 'data.tar', [path], '32')
+    assert row['samples'] == 6
+
+
+@pytest.mark.parametrize('splits', [{'train': ['a', 'b']}, {'train': ['a', 'b'], 'more': ['a', 'b']}])
+def test_training_images_are_not_evaluated_as_a_whole(tmp_path, splits):
+    make_folder(tmp_path / 'data', splits)
+    path = save_named(tmp_path / 'best.pth', 'ab', 'b')
+    with pytest.raises(ValueError, match='--val-share'):
+        run_on(tmp_path / 'data', [path], '32')
+    with pytest.raises(ValueError, match='without splits'):
+        run_on(tmp_path / 'data', [path], '32', '--split', '.')
+
+
+def test_some_synsets_of_the_model_are_compared_among_themselves(tmp_path, capsys):
+    names = ImageNetInfo().label_names()
+    # As in ImageNet-A: the best of all classes is none of these, the first one is the best of them.
+    make_folder(tmp_path / 'data', {'.': names[6:9]})
+    path = save_named(tmp_path / 'best.pth', names, names[500])
+    (row,) = run_on(tmp_path / 'data', [path], '32', '--per-class')
+    assert row['top1'] == pytest.approx(100 / 3)
+    assert {name: each['top1'] for name, each in row['classes'].items()} == {names[6]: 100, names[7]: 0, names[8]: 0}
+    assert 'has 3 of the 1000 classes of the model' in capsys.readouterr().err
+
+
+def test_the_labels_of_real_are_those_of_the_images_by_their_names(tmp_path):
+    names = ImageNetInfo().label_names()
+    # Whatever the folders say.
+    for number, label in ((1, 9), (2, 1), (3, 2), (4, 3)):
+        (tmp_path / 'data' / names[label]).mkdir(parents=True)
+        Image.new('RGB', (40, 30)).save(tmp_path / 'data' / names[label] / f'ILSVRC2012_val_{number:08}.JPEG')
+    path, real = save_named(tmp_path / 'best.pth', names, names[500]), tmp_path / 'real.json'
+    # The third image has no label; the likeliest classes are 500, 0, 1, 2, 3.
+    real.write_text(json.dumps([[7, 500], [3, 9], [], [8], []]))
+    (row,) = run_on(tmp_path / 'data', [path], '32', '--real-labels', str(real))
+    assert (row['samples'], row['top1'], row['top5']) == (3, pytest.approx(100 / 3), pytest.approx(200 / 3))
+
+
+@pytest.mark.parametrize(
+    ('name', 'labels', 'message'),
+    [
+        ('ILSVRC2012_val_00000003.JPEG', '[[1], [2]]', 'the labels of 3 images in .*real.json, got 2'),
+        ('cat.jpg', '[[1]]', 'images named ILSVRC2012_val_NUMBER for --real-labels, got .*cat.jpg'),
+        ('ILSVRC2012_val_00000001.JPEG', '[[1000]]', 'a list of the labels of each image'),
+        ('ILSVRC2012_val_00000001.JPEG', '{}', 'a list of the labels of each image'),
+        ('ILSVRC2012_val_00000001.JPEG', '[[1]', 'a list of labels in .*real.json, got'),
+    ],
+)
+def test_what_is_wrong_with_the_labels_of_real_is_named(tmp_path, name, labels, message):
+    names = ImageNetInfo().label_names()
+    (tmp_path / 'data' / names[0]).mkdir(parents=True)
+    Image.new('RGB', (40, 30)).save(tmp_path / 'data' / names[0] / name)
+    (tmp_path / 'real.json').write_text(labels)
+    path = save_named(tmp_path / 'best.pth', names, names[500])
+    with pytest.raises(ValueError, match=message):
+        run_on(tmp_path / 'data', [path], '32', '--real-labels', str(tmp_path / 'real.json'))
