@@ -115,6 +115,7 @@ def build_loaders(config: Config, images: Images, world: World) -> Loaders:
             seed=config.run.seed,
             num_workers=config.data.num_workers,
             device=world.device,
+            balanced=config.data.class_weights == 'balanced',
         )
 
 

@@ -31,6 +31,9 @@ class DataConfig(Source):
         eval_img_size: (H, W) in pixels of the validation images, if different.
         crop_pct: Side of the validation crop relative to the resized image; null as for `img_size`.
         num_workers: Decoding processes per loader.
+        class_weights: `balanced` draws the images of each class equally often in training, those of small classes
+            several times in an epoch, as torch's WeightedRandomSampler with the inverse of their number; None draws
+            every image once.
         match_classes: How the classes of weights are compared with those of the data set: by `name`, where both have
             names, or only by `place`. Names in another order, or a part of them in evaluation, are put in order; with
             other names evaluation is an error, and training starts with a new classifier.
@@ -45,6 +48,7 @@ class DataConfig(Source):
     eval_img_size: tuple[int, int] | None = within('[1, 65536]', None, 'px')
     crop_pct: float = within('(0, 1]', 0.875)
     num_workers: int = within('[0, 1024]', 2, 'processes')
+    class_weights: Literal['balanced'] | None = None
     match_classes: Literal['name', 'place'] = 'name'
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ScheduledTransformDataset
 from timm.data.loader import PrefetchLoader, fast_collate
@@ -33,6 +34,10 @@ from aft_vision.data.shards import WebDataset
 from aft_vision.data.streams import StreamLoader
 
 _logger = logging.getLogger(__name__)
+# Fewer training images in a class are said, and so are as many times more in another class.
+FEW_IMAGES, UNEVEN = 10, 5
+# Classes that the message lists.
+MAX_SMALLEST = 5
 # Ctrl-C, and the signals that a scheduler sends before it stops a job.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -101,6 +106,7 @@ def create_loaders(
     seed: int = 0,
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
+    balanced: bool = False,
 ) -> Loaders:
     """Build the training and validation loaders of a data set.
 
@@ -120,6 +126,7 @@ def create_loaders(
         shard: Shard of this process in every update and in the validation images; everything by default.
         num_workers: Decoding processes per loader; 0 decodes in this process.
         device: Device of the normalised batches.
+        balanced: Draw the images of each class equally often in training, those of small classes several times.
 
     Returns:
         Loaders of (image (B, 3, H, W), class index (B,)), B in training being batch_size / (accumulate * world_size).
@@ -140,9 +147,10 @@ def create_loaders(
     check_same_classes(train.class_names, validation.class_names)
     if shard.rank == 0:
         _warn(source, train, validation)
+        _warn_of_small_classes(train, balanced)
     read = _Reading(evaluation, num_workers, torch.device(device))
     return Loaders(
-        _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, shard, read),
+        _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, shard, read, balanced),
         _eval_loader(validation, eval_batch_size or images, shard, read),
         train.class_names,
         f'training: {train.describe()}; validation: {validation.describe()}',
@@ -205,6 +213,22 @@ def _warn(source: Source, *splits: Split) -> None:
         _logger.warning('%s has one class, %s, so every prediction is right', place, splits[0].class_names[0])
 
 
+def _warn_of_small_classes(train: Split, balanced: bool) -> None:
+    """Log the smallest classes if they have few images, or far fewer than the largest one."""
+    if train.is_stream or train.dataset.targets is None:
+        return
+    counts = np.bincount(train.dataset.targets, minlength=len(train.class_names))
+    order = np.argsort(counts, kind='stable')
+    low, high = counts[order[0]], counts[order[-1]]
+    if low >= FEW_IMAGES and high < UNEVEN * low:
+        return
+    smallest = ', '.join(f'{train.class_names[index]} {counts[index]}' for index in order[:MAX_SMALLEST])
+    found = f'from {low} to {high} training images, the fewest: {smallest}' if low < high else f'{low} training images'
+    advise = high >= UNEVEN * low and not balanced
+    advice = '; data.class_weights=balanced draws each class equally often' if advise else ''
+    _logger.warning('a class has %s%s', found, advice)
+
+
 class _Reading(NamedTuple):
     """Options shared by both loaders: normalisation and number of processes."""
 
@@ -233,8 +257,13 @@ def _train_loader(
     seed: int,
     shard: Shard,
     read: _Reading,
+    balanced: bool,
 ) -> PrefetchLoader | NaFlexPrefetchLoader:
     dataset, images, of_both = split.dataset, shard.micro_batch_size(batch_size), read.preprocessing
+    if balanced and (split.is_stream or dataset.targets is None):
+        raise ValueError(
+            'expected a data set whose classes are known before it is read for balanced classes, got another'
+        )
     transforms = [dataset.train_transform(size, augment, of_both.mean, of_both.std) for size in sizes.sizes]
     if split.is_stream:
         _check_stream(augment, sizes)
@@ -242,7 +271,8 @@ def _train_loader(
         dataset.divide(shard, batch_size)
         return _loader(dataset, images, read, sizes.sizes)
     dataset.transform = None
-    sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, shard, sizes)
+    classes = dataset.targets if balanced else None
+    sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, shard, sizes, classes)
     mix = native_mixup(augment, len(split.class_names)) if isinstance(sizes.sizes[0], NativeShape) else None
     seeded = SeededDataset(_NamedTransforms(dataset, transforms), seed, mix)
     return _loader(seeded, images, read, sizes.sizes, sampler=sampler)

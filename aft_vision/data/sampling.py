@@ -118,6 +118,7 @@ class EpochSampler(Sampler[Draw]):
         repeats: Consecutive occurrences of each drawn image; an epoch draws one image in `repeats`.
         shard: Shard of this process in each batch.
         sizes: Schedule of the image sizes; None for a single size.
+        classes: (size,) class of each image, each of which an epoch draws equally often; None draws every image once.
 
     Raises:
         ValueError: the batch is larger than the data set, or the micro-batches would differ in size.
@@ -131,8 +132,9 @@ class EpochSampler(Sampler[Draw]):
         repeats: int = 1,
         shard: Shard | None = None,
         sizes: SizeSchedule | None = None,
+        classes: np.ndarray | None = None,
     ) -> None:
-        self.shard = shard or Shard()
+        self.shard, self.classes = shard or Shard(), classes
         self.sizes = sizes
         if not 0 < batch_size <= size:
             raise ValueError(f'batch_size must be in [1, {size}], the number of training images, got {batch_size}')
@@ -167,7 +169,8 @@ class EpochSampler(Sampler[Draw]):
         return (self.updates - self.first_update) * self.micro_batch_size * self.shard.accumulate
 
     def _order(self) -> np.ndarray:
-        return np.random.default_rng((ORDER, self.seed, self.epoch)).permutation(self.size)
+        rng = np.random.default_rng((ORDER, self.seed, self.epoch))
+        return rng.permutation(self.size) if self.classes is None else balanced_order(self.classes, rng)
 
     def _choices(self) -> list[int]:
         if self.sizes is None:
@@ -183,6 +186,19 @@ class EpochSampler(Sampler[Draw]):
             for offset in range(shard.rank * shard.accumulate, (shard.rank + 1) * shard.accumulate)
             for position in range(start + offset, start + self.batch_size, shard.micro_batches)
         ]
+
+
+def balanced_order(classes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return as many indices as there are images, with each class equally often, up to one.
+
+    An image is drawn again only after all others of its class.
+    """
+    _, counts = np.unique(classes, return_counts=True)
+    groups = np.split(np.argsort(classes, kind='stable'), np.cumsum(counts)[:-1])
+    rounds = -(-len(classes) // len(groups))
+    # A column for each class, and in each row every class once in random order.
+    columns = [np.concatenate([rng.permutation(g) for _ in range(-(-rounds // len(g)))])[:rounds] for g in groups]
+    return rng.permuted(np.stack(columns, axis=1), axis=1).ravel()[: len(classes)]
 
 
 class SeededDataset(Dataset):

@@ -926,6 +926,36 @@ def test_an_image_of_torchvision_that_cannot_be_read_is_an_error_without_advice_
     assert 'skip' not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ('counts', 'said'),
+    [
+        ({'a': 10, 'b': 49}, None),
+        ({'a': 10, 'b': 50}, 'from 10 to 50 training images, the fewest: a 10, b 50; data.class_weights=balanced'),
+        ({'a': 9, 'b': 9}, 'a class has 9 training images\n'),
+        ({'a': 9, 'b': 12}, 'from 9 to 12 training images, the fewest: a 9, b 12\n'),
+        (
+            {'f': 60, 'e': 5, 'd': 5, 'c': 4, 'b': 3, 'a': 20},
+            'from 3 to 60 training images, the fewest: b 3, c 4, d 5, e 5, a 20; data.class_weights=balanced',
+        ),
+    ],
+)
+def test_small_classes_are_one_line_at_the_start(tmp_path, caplog, counts, said):
+    make_numbered(tmp_path / 'train', counts)
+    make_numbered(tmp_path / 'val', dict.fromkeys(counts, 1))
+    create_loaders(tmp_path, (16, 16), 1, num_workers=0)
+    assert caplog.text.count('a class has ') == (said is not None)
+    assert said is None or said in caplog.text
+
+
+def test_balanced_classes_are_drawn_equally_often(tmp_path, caplog):
+    make_numbered(tmp_path, {'a': 20, 'b': 5})
+    source = Source(dir=str(tmp_path), val_share=0.2)
+    loaders = create_loaders(source, (16, 16), 10, augment=NO_AUGMENTATION, num_workers=0, balanced=True)
+    assert [int(targets.sum()) for _, targets in loaders.train] == [5, 5]
+    # What it advises is done.
+    assert 'class_weights' not in caplog.text
+
+
 def test_one_class_is_a_warning(tmp_path, caplog):
     make_folder(tmp_path, {'train': ['only'], 'val': ['only']})
     loaders = create_loaders(tmp_path, (16, 16), 1, augment=Augmentation(repeats=1), num_workers=0)

@@ -31,6 +31,37 @@ def test_an_epoch_draws_every_image_once():
     assert sorted(draw.image for draw in EpochSampler(12, 4, seed=0)) == list(range(12))
 
 
+@pytest.mark.parametrize('counts', [(20, 8, 2), (5, 5, 5), (40, 1), (3, 0, 9)])
+def test_balanced_epochs_draw_each_class_equally_often_and_no_image_before_all_others_of_it(counts):
+    classes = np.repeat(np.arange(len(counts)), counts)[np.random.default_rng(0).permutation(sum(counts))]
+    sampler = EpochSampler(len(classes), 1, seed=0, classes=classes)
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        orders.append([draw.image for draw in sampler])
+        of_class = Counter(classes[orders[-1]].tolist())
+        assert max(of_class.values()) - min(of_class.values()) <= 1
+        assert of_class.keys() == {place for place, count in enumerate(counts) if count}
+        of_image = Counter(orders[-1])
+        for place, count in of_class.items():
+            drawn = [of_image[index] for index in np.flatnonzero(classes == place).tolist()]
+            assert max(drawn) - min(drawn) <= 1
+            assert sum(drawn) == count
+    assert orders[0] != orders[1]
+    sampler.set_epoch(0)
+    assert orders[0] == [draw.image for draw in sampler]
+
+
+def test_the_parts_of_balanced_processes_make_the_batch_of_one():
+    classes = np.repeat([0, 1], [40, 10])
+    whole = EpochSampler(50, 12, seed=3, classes=classes)
+    shards = [EpochSampler(50, 12, 3, 1, Shard(rank, 2), classes=classes) for rank in range(2)]
+    for update in range(4):
+        draws = [draw for shard in shards for draw in shard.draws(update)]
+        assert sorted(draws) == sorted(whole.draws(update))
+        assert sum(classes[draw.image] for draw in draws) == 6
+
+
 def test_repeats_draw_fewer_images_several_times_in_a_row():
     draws = list(EpochSampler(12, 4, seed=0, repeats=3))
     assert Counter(draw.image for draw in draws) == dict.fromkeys({draw.image for draw in draws}, 3)

@@ -317,3 +317,9 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'webdataset', None)
     with pytest.raises(ValueError, match=r"wds/ needs webdataset: pip install 'aft-vision\[webdataset\]'"):
         evaluate(source)
+
+
+def test_a_stream_cannot_be_balanced(tmp_path):
+    source = write_shards(tmp_path, [numbered(0, 4, 'jpg')])
+    with pytest.raises(ValueError, match='whose classes are known before it is read'):
+        train(source, 2, balanced=True)

@@ -64,6 +64,12 @@ def test_the_resolved_config_repeats_the_run_exactly(run_dir, tmp_path):
     torch.testing.assert_close(first['state_dict'], again['state_dict'], rtol=0, atol=0)
 
 
+def test_balanced_class_weights_put_each_class_equally_often_into_a_batch(few):
+    config = load_config(ONE_EPOCH[-1], [*few, 'data.batch_size=20', 'data.class_weights=balanced'])
+    loaders = imagenet.build_loaders(config, resolve_images(config), World(torch.device('cpu')))
+    assert [targets.bincount(minlength=10).tolist() for _, targets in loaders.train] == [[2] * 10] * 4
+
+
 def test_a_folder_that_holds_a_run_is_left_alone(few, run_dir):
     before = (run_dir / 'last.pth').read_bytes()
     with pytest.raises(FileExistsError, match=r'run\.overwrite=true'):
