@@ -77,7 +77,8 @@ RULES = {  # the longest matching prefix decides
     'aft_vision.sizes': Rule(('timm', 'aft_vision.layers')),
     'aft_vision.timing': Rule(('aft_vision.devices',)),
     'aft_vision.visualize': Rule(
-        (*ABOVE_MODELS.anywhere, 'aft_vision.modes', 'aft_vision.sizes', 'aft_vision.visualize'), lazily=('matplotlib',)
+        (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('files', 'modes', 'sizes', 'visualize'))),
+        lazily=('matplotlib',),
     ),
     'train': Rule(('train', 'aft_vision', 'timm', 'omegaconf')),
     'train.fastformer': Rule(('train', 'aft_vision', 'accelerate', *TEXT)),

@@ -151,6 +151,34 @@ def test_an_evaluation_that_was_cut_short_is_done_again(trained, pairs, tmp_path
     assert fastformer.main([*cut, 'run.resume=auto'])['runs'][0]['epochs'] == trained[1]['runs'][1]['epochs']
 
 
+@pytest.mark.parametrize('epoch', [1, 2])
+def test_an_epoch_whose_evaluation_fails_is_not_lost(pairs, tmp_path, monkeypatch, epoch):
+    more = ['schedule.epochs=2', 'run.keep=2', 'run.seeds=[1]', 'model.hidden_dropout_prob=0.3']
+    (whole,) = fastformer.main(arguments(pairs, tmp_path / 'whole', *more))['runs']
+    ended = arguments(pairs, tmp_path / 'ended', *more)
+    original = TextTrainer.evaluate
+
+    def evaluate(self, *args, **kwargs):
+        if self.state.global_step == 10 * epoch:
+            raise torch.OutOfMemoryError
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextTrainer, 'evaluate', evaluate)
+        with pytest.raises(torch.OutOfMemoryError):
+            fastformer.main(ended)
+    saved = tmp_path / 'ended' / 'seed_1' / f'checkpoint-{10 * epoch}' / 'model.safetensors'
+    written = saved.stat().st_mtime_ns
+    (resumed,) = fastformer.main([*ended, 'run.resume=auto'])['runs']
+    # It is evaluated, and not trained again.
+    assert saved.stat().st_mtime_ns == written
+    assert (resumed['epochs'], resumed['best_epoch']) == (whole['epochs'], whole['best_epoch'])
+    for name in ('checkpoint-20', 'best'):
+        files = [tmp_path / folder / 'seed_1' / name / 'model.safetensors' for folder in ('whole', 'ended')]
+        expected, found = map(load_file, files)
+        assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+
+
 def test_of_epochs_with_equal_results_the_one_with_the_lower_loss_is_tested(pairs, tmp_path, monkeypatch):
     monkeypatch.setattr('train.fastformer.classification.accuracy_score', lambda *args, **kwargs: 0.5)
     monkeypatch.setattr('train.fastformer.classification.f1_score', lambda *args, **kwargs: 0.5)

@@ -1,7 +1,9 @@
 """transformers' Trainer for the tasks: arguments, order of texts, metrics and checkpoints."""
 
 import math
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,7 +72,54 @@ def with_epochs(trainer: Trainer, sampler: Sampler) -> Sampler:
 
 
 class EpochTrainer(Trainer):
-    """transformers' Trainer that of epochs with equal results keeps the one with the lower validation loss."""
+    """transformers' Trainer that saves an epoch before its evaluation, which may fail.
+
+    A run that is resumed from there evaluates the epoch first. Of epochs with equal results the one with the lower
+    validation loss is the best.
+    """
+
+    # Updates of the newest checkpoint that this process has written or read.
+    saved_step: int | None = None
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> Any:
+        # Trainer would go on with the rest of an epoch within which the updates end.
+        if float(self.state.epoch or 0).is_integer():
+            self._save_checkpoint(self.model, trial)
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        state = self.state
+        if state.global_step and float(state.epoch or 0).is_integer() and not is_evaluated(state):
+            self.saved_step = state.global_step
+            # A loader draws from the generators.
+            self._load_rng_state(resume_from_checkpoint)
+            self._determine_best_metric(self._evaluate(None, None), None)
+            self._save_checkpoint(self.model, None)
+        return prepared
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial))
+        if self.saved_step == self.state.global_step:
+            self._save_evaluated(folder)
+            return
+        super()._save_checkpoint(model, trial)
+        self.saved_step = self.state.global_step
+
+    def _save_evaluated(self, folder: Path) -> None:
+        """Save what the evaluation has changed: the state and the generators. The other files stay whole."""
+        state = self.state
+        place, best = (
+            folder / f'{PREFIX_CHECKPOINT_DIR}-{step}' for step in (state.global_step, state.best_global_step)
+        )
+        if best.is_dir():
+            state.best_model_checkpoint = str(best)
+        with tempfile.TemporaryDirectory(dir=place) as written:
+            self._save_rng_state(written)
+            if self.args.should_save:
+                state.save_to_json(str(Path(written) / TRAINER_STATE_NAME))
+            for path in Path(written).iterdir():
+                os.replace(path, place / path.name)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         state, name = self.state, f'eval_{self.args.metric_for_best_model}'
@@ -78,6 +127,14 @@ class EpochTrainer(Trainer):
             state.best_global_step = state.global_step
             return True
         return super()._determine_best_metric(metrics, trial)
+
+
+def is_evaluated(state: TrainerState) -> bool:
+    """Return whether the log has an evaluation after the last update."""
+    return any(
+        row.get('step') == state.global_step and any(key.startswith('eval_') for key in row)
+        for row in state.log_history
+    )
 
 
 def _loss_at(state: TrainerState) -> float:
@@ -291,7 +348,8 @@ def finished_training(folder: Path) -> tuple[TrainerState, Path] | None:
         return None
     state = TrainerState.load_from_json(str(Path(last) / TRAINER_STATE_NAME))
     best = folder / f'{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}'
-    return (state, best) if state.global_step >= state.max_steps and best.is_dir() else None
+    complete = state.global_step >= state.max_steps and is_evaluated(state)
+    return (state, best) if complete and best.is_dir() else None
 
 
 def last_checkpoint(folder: Path) -> str | None:
