@@ -222,7 +222,7 @@ def _warn_of_small_classes(train: Split, balanced: bool) -> None:
     low, high = counts[order[0]], counts[order[-1]]
     if low >= FEW_IMAGES and high < UNEVEN * low:
         return
-    smallest = ', '.join(f'{train.class_names[index]} {counts[index]}' for index in order[:MAX_SMALLEST])
+    smallest = ', '.join(f'{train.class_names[index]} ({counts[index]})' for index in order[:MAX_SMALLEST])
     found = f'from {low} to {high} training images, the fewest: {smallest}' if low < high else f'{low} training images'
     advise = high >= UNEVEN * low and not balanced
     advice = '; data.class_weights=balanced draws each class equally often' if advise else ''

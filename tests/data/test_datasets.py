@@ -930,12 +930,12 @@ def test_an_image_of_torchvision_that_cannot_be_read_is_an_error_without_advice_
     ('counts', 'said'),
     [
         ({'a': 10, 'b': 49}, None),
-        ({'a': 10, 'b': 50}, 'from 10 to 50 training images, the fewest: a 10, b 50; data.class_weights=balanced'),
+        ({'a': 10, 'b': 50}, 'from 10 to 50 training images, the fewest: a (10), b (50); data.class_weights=balanced'),
         ({'a': 9, 'b': 9}, 'a class has 9 training images\n'),
-        ({'a': 9, 'b': 12}, 'from 9 to 12 training images, the fewest: a 9, b 12\n'),
+        ({'a': 9, 'b': 12}, 'from 9 to 12 training images, the fewest: a (9), b (12)\n'),
         (
             {'f': 60, 'e': 5, 'd': 5, 'c': 4, 'b': 3, 'a': 20},
-            'from 3 to 60 training images, the fewest: b 3, c 4, d 5, e 5, a 20; data.class_weights=balanced',
+            'from 3 to 60 training images, the fewest: b (3), c (4), d (5), e (5), a (20); data.class_weights=balanced',
         ),
     ],
 )
