@@ -261,8 +261,8 @@ class Outer {
 
   void set_target(int64_t head, int64_t t, const float *columns, int64_t strips) {
     for (int64_t i = 0; i < runs(strips) * RUN; ++i)
-      store_row(target(head, t) + i / RUN * s_.tokens() * WORDS + i % RUN * ROW_WORDS<Op>,
-                i < strips ? load(columns + i * LANES, LANES) : Vec{});
+      store_row<Op>(target(head, t) + i / RUN * s_.tokens() * WORDS + i % RUN * ROW_WORDS<Op>,
+                    i < strips ? load(columns + i * LANES, LANES) : Vec{});
   }
 
   void set_sources(int64_t row, int64_t strip, const Rows &columns, int count, int64_t strips) {
@@ -298,10 +298,11 @@ class Outer {
     const int64_t first = s_.first(row), rows = s_.stop(row) - first, distances = 2 * s_.width - 1;
     const float zero[STRIPS * LANES] = {};
     for (int64_t i = 0; i < rows; i += STRIPS)
-      multiply_strips<Op, WORDS>(
-          {target(head, row * s_.width + piece.column), 1, s_.tokens() * WORDS, runs(strips), WORDS,
-           sources_.data() + ((first + i) * strips_ + column / LANES) * words_ * LANES, strips_ * words_ * LANES,
-           WORDS * LANES, TILED<Op> ? nullptr : zero, 0, found_.data() + i * LANES, rows * LANES},
+      multiply_strips<WORDS>(
+          Product<Op>{target(head, row * s_.width + piece.column), 1, s_.tokens() * WORDS, runs(strips), WORDS,
+                      sources_.data() + ((first + i) * strips_ + column / LANES) * words_ * LANES,
+                      strips_ * words_ * LANES, WORDS * LANES, TILED<Op> ? nullptr : zero, 0,
+                      Sums{found_.data() + i * LANES, rows * LANES, Op::HEIGHT}},
           piece.count, std::min<int64_t>(STRIPS, rows - i));
     for (int i = 0; i < piece.count; ++i)
       for (int64_t j = 0; j < rows; ++j) {

@@ -85,11 +85,11 @@ struct Table {
           typename Op::Word *to = words + head * stride + i;
           Vec x[Op::DEPTH];
           for (int j = 0; j < Op::DEPTH; ++j)
-            if (TILED<Op>)
-              store_row(to + j * ROW_WORDS<Op>, load(row.data() + Op::DEPTH * i + j * LANES, LANES));
+            if constexpr (TILED<Op>)
+              store_row<Op>(to + j * ROW_WORDS<Op>, load(row.data() + Op::DEPTH * i + j * LANES, LANES));
             else
               x[j] = load(row.data() + i + j, LANES);
-          if (!TILED<Op>) store_words<Op>(to, Op::pack(x));
+          if constexpr (!TILED<Op>) store_words<Op>(to, Op::pack(x));
         }
       });
     }
@@ -141,21 +141,20 @@ void multiply_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x
   const auto *weights = table.at(g.head + head, (s.height - 1 + first - to.row) * distances + s.width - 1 +
                                                     at.first * Op::DEPTH - (to.column + to.count - 1));
   if constexpr (TILED<Op>) {
-    constexpr int64_t SIZE = sizeof(Tiles::Word), HALF = SIZE / 2;
+    constexpr int64_t SIZE = sizeof(typename Op::Word), HALF = SIZE / 2;
     const int64_t block = to.rows > 1 ? -distances * HALF : 0;
     for (int64_t strip = 0; strip < strips; strip += STRIPS)
       for (int64_t word = 0; word < length; word += LANES) {
         float *out = sums + strip * LANES;
-        multiply_tiles({weights + word * Op::DEPTH, HALF, block, distances * HALF,
-                        x.data(head, first, at.first + word) + strip * x.strip(), LANES * SIZE,
-                        strip + 1 < strips ? x.strip() * SIZE : 0, x.row() * SIZE, rows,
-                        word ? out : start + strip * LANES, word ? stride : 0, out, stride});
+        multiply_tiles(TileProduct{weights + word * Op::DEPTH, HALF, block, distances * HALF,
+                                   x.data(head, first, at.first + word) + strip * x.strip(), LANES * SIZE,
+                                   strip + 1 < strips ? x.strip() * SIZE : 0, x.row() * SIZE, rows,
+                                   word ? out : start + strip * LANES, word ? stride : 0, Sums{out, stride, Op::HEIGHT}});
       }
   } else {
-    float part[ROWS * STRIPS * LANES];
-    multiply_spans<Op, 1>({weights, Op::DEPTH, distances, rows, length, x.data(head, first, at.first), x.strip(), x.row(),
-                           start, 0, sums, stride},
-                          to.count, strips, part);
+    multiply_spans<1>(Product<Op>{weights, Op::DEPTH, distances, rows, length, x.data(head, first, at.first), x.strip(),
+                                  x.row(), start, 0, Sums{sums, stride, Op::HEIGHT}},
+                      to.count, strips);
   }
 }
 
