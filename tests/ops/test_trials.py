@@ -1,0 +1,132 @@
+"""Trials of the compiled forms: what fails is left out, and calls go to the next form."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_matches_reference, kernels_run, make_inputs, make_qkv, plain
+
+from aft_vision import ops
+from aft_vision.ops import reference, trials
+from aft_vision.ops.common import cpp, trial
+from aft_vision.ops.declaration import OPERATIONS, Form
+
+pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
+
+
+@pytest.fixture(autouse=True)
+def own_library(compiled: None) -> Iterator[None]:
+    """Open the library anew in a test, and as it was after it."""
+    cpp._forget_library()
+    yield
+    cpp._forget_library()
+    cpp.library()
+
+
+def form_of(operation: str, name: str) -> Form:
+    return next(form for form in OPERATIONS[operation].forms if form.name == name)
+
+
+def crash(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def fall_short(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        y, saved = forward(*args)
+        return 0.9 * y, saved
+
+    return run
+
+
+def test_a_form_that_ends_the_process_or_is_wrong_is_left_out_and_named_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(form_of('aft_full', 'cpp'), 'forward', crash)
+    wide = form_of('aft_conv', 'wide')
+    monkeypatch.setattr(wide, 'forward', fall_short(wide.forward))
+    monkeypatch.setattr(cpp, 'JUDGES', [lambda path: trials.judge(tmp_path / path.name)])
+    inputs = plain(make_inputs('aft_full', 20, 40))
+    with caplog.at_level(logging.WARNING):
+        assert kernels_run(lambda: ops.aft_full(**inputs)) == set()
+        ops.aft_full(**inputs)
+    (record,) = [x for x in caplog.records if x.name == trials.__name__]
+    assert 'aft_full cpp single: the process ended by SIGSEGV' in record.getMessage()
+    assert 'aft_conv wide single: expected the result of the torch form' in record.getMessage()
+    assert {place[:2] for place in cpp.failures} == {('aft_full', 'cpp'), ('aft_conv', 'wide')}
+    # The next form of the same operation, of which one is compiled.
+    q, k, v = (x.float() for x in make_qkv(B=1, T=12, D=70, heads=7))
+    kernel = torch.ones(7, 3, 3)
+    assert kernels_run(lambda: ops.aft_conv(q, k, v, kernel, (3, 4))) == {'aft_vision::conv_forward'}
+    assert_matches_reference(ops.aft_full, reference.aft_full, make_inputs('aft_full', 20, 40))
+    # A later process reads what this one found.
+    monkeypatch.setattr(trials, 'run_trials', lambda calls: pytest.fail('expected no second trial'))
+    cpp._forget_library()
+    assert cpp.library() is not None
+    assert {place[:2] for place in cpp.failures} == {('aft_full', 'cpp'), ('aft_conv', 'wide')}
+
+
+@pytest.mark.parametrize('kind', [cpp.PAIRS, cpp.TILES])
+def test_bfloat16_is_multiplied_in_float32_where_a_faster_way_fails(kind: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpp, 'native_operands', lambda: kind)
+    inputs = plain(make_inputs('aft_full', 20, 40), torch.bfloat16)
+    with cpp.multiply_bfloat16_as(cpp.SINGLE):
+        single = ops.aft_full(**inputs)
+    for failures, is_single in (({}, False), ({('aft_conv', 'conv', kind): 'the process ended by SIGSEGV'}, True)):
+        monkeypatch.setattr(cpp, 'JUDGES', [lambda path, found=failures: found])
+        cpp._forget_library()
+        found = []
+        assert kernels_run(lambda found=found: found.append(ops.aft_full(**inputs)))
+        assert torch.equal(found[0], single) is is_single
+
+
+def test_compiled_decoding_that_fails_is_left_to_torch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpp, 'JUDGES', [lambda path: {cpp.DECODING: 'the process ended by SIGSEGV'}])
+    monkeypatch.setattr('aft_vision.ops.decode.step_cpp.simple_step', crash)
+    q, k, v = (x[:, 0].float() for x in make_qkv(B=2, T=1, D=8))
+    y, _ = ops.aft_simple_step(q, k, v, ops.aft_simple_state(2, 8))
+    torch.testing.assert_close(y, torch.sigmoid(q) * v)
+
+
+@pytest.mark.parametrize('name', ['torch', 'fork'])
+def test_where_a_child_tells_nothing_all_forms_stay_and_nothing_is_kept(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def fork() -> int:
+        raise OSError('Cannot allocate memory')
+
+    if name == 'torch':
+        monkeypatch.setattr(OPERATIONS['aft_full'].forms[-1], 'forward', crash)
+    else:
+        monkeypatch.setattr(trial.os, 'fork', fork)
+    assert trials.judge(tmp_path / 'library.so') == {}
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_environment_can_switch_trials_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv('AFT_KERNEL_TRIALS', '0')
+    monkeypatch.setattr(trials, 'run_trials', lambda calls: pytest.fail('expected no trial'))
+    assert trials.judge(tmp_path / 'library.so') == {}
+
+
+@pytest.mark.parametrize('content', ['', '{"aft_full', '[1]', '{"aft_full cpp single": 3}'])
+def test_a_damaged_record_is_made_again(content: str, tmp_path: Path):
+    trials.judge(tmp_path / 'library.so')
+    (record,) = tmp_path.iterdir()
+    found = record.read_text()
+    record.write_text(content)
+    assert trials.judge(tmp_path / 'library.so') == {}
+    assert record.read_text() == found
+
+
+def test_trials_take_less_than_a_second(tmp_path: Path):
+    # Of this process and its children, whatever else runs.
+    before = os.times()
+    trials.judge(tmp_path / 'library.so')
+    after = os.times()
+    assert sum(after[:4]) - sum(before[:4]) < 1.0
