@@ -36,7 +36,7 @@ SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitiz
 
 SHELL := bash
 
-.PHONY: install ffcv test oldest distributed sanitize fuzz lint gpu timm-suite demo results docs findings package clean
+.PHONY: install ffcv test oldest distributed sanitize fuzz kernels lint gpu timm-suite demo results docs findings package clean
 
 install: $(STAMP)
 
@@ -75,6 +75,10 @@ sanitize: $(STAMP)
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.cache/sanitize CXX='$(CXX) $(SANITIZE)' ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	OMP_NUM_THREADS=2 $(PY) -m pytest -p no:cacheprovider tests/ops -m cpp $(PYTEST_ARGS)
+
+# The C++ kernels for every set of instructions, with the compiler's warnings as errors, and how each runs here
+kernels: $(STAMP)
+	$(PY) tests/instructions.py
 
 lint: $(STAMP)
 	$(PY) -m ruff format --check .
