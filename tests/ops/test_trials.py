@@ -4,12 +4,14 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import assert_matches_reference, kernels_run, make_inputs, make_qkv, plain
+from torch.utils.flop_counter import FlopCounterMode
 
 from aft_vision import ops
 from aft_vision.ops import reference, trials
@@ -33,7 +35,7 @@ def form_of(operation: str, name: str) -> Form:
 
 
 def crash(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
+    signal.raise_signal(signal.SIGSEGV)
 
 
 def fall_short(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +108,25 @@ def test_where_a_child_tells_nothing_all_forms_stay_and_nothing_is_kept(
         monkeypatch.setattr(trial.os, 'fork', fork)
     assert trials.judge(tmp_path / 'library.so') == {}
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize('mode', ['autocast', 'inference', 'device', 'dtype', 'flops'])
+def test_modes_of_the_caller_do_not_reach_trials(mode: str, tmp_path: Path):
+    default = torch.get_default_dtype()
+    contexts = {
+        'autocast': torch.autocast('cpu', torch.bfloat16),
+        'inference': torch.inference_mode(),
+        'device': torch.device('meta'),
+        'flops': FlopCounterMode(display=False),
+    }
+    try:
+        torch.set_default_dtype(torch.float64 if mode == 'dtype' else default)
+        with contexts.get(mode, nullcontext()):
+            assert trials.judge(tmp_path / 'library.so') == {}
+    finally:
+        torch.set_default_dtype(default)
+    (record,) = tmp_path.iterdir()
+    assert record.read_text() == '{}'
 
 
 def test_the_environment_can_switch_trials_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

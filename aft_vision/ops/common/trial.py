@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import NoReturn
@@ -19,7 +20,8 @@ SECONDS = 20
 def run_trials(trials: Mapping[str, Callable[[], object]]) -> dict[str, str]:
     """Run calls one after the other in a child process, in another one after each that ends it.
 
-    The child is forked, as the workers of a DataLoader are, and has one thread.
+    The child is forked, as the workers of a DataLoader are. The calls share a thread, with one thread of torch and none
+    of the caller's modes: its autocast, default device and type, and what sees its operators.
 
     Returns:
         Why calls failed, by their names: the first line of an exception, or the signal that ended the process.
@@ -70,17 +72,25 @@ def _call_all(trials: Mapping[str, Callable[[], object]], writer: int) -> NoRetu
             os.dup2(nothing, output)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SECONDS)
-        torch.set_num_threads(1)
-        for name, call in trials.items():
-            reason = ''
-            try:
-                call()
-            except Exception as error:
-                reason = first_line(error)[:200] or type(error).__name__
-            os.write(writer, json.dumps([name, reason]).encode() + b'\n')
+        torch.set_default_dtype(torch.float32)
+        # Modes are of a thread.
+        thread = threading.Thread(target=_call_each, args=(trials, writer))
+        thread.start()
+        thread.join()
     finally:
         # Without what the parent would do at its end.
         os._exit(0)
+
+
+def _call_each(trials: Mapping[str, Callable[[], object]], writer: int) -> None:
+    torch.set_num_threads(1)
+    for name, call in trials.items():
+        reason = ''
+        try:
+            call()
+        except Exception as error:
+            reason = first_line(error)[:200] or type(error).__name__
+        os.write(writer, json.dumps([name, reason]).encode() + b'\n')
 
 
 def _describe_end(status: int) -> str:
