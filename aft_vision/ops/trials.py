@@ -2,8 +2,8 @@
 
 Each form runs once on small inputs in a child process, forward and backward, in each way to multiply that this
 processor takes, and is compared with the torch form. One that ends the process, errs or is wrong is left out: one
-warning names it, and calls go to the next form. The result is kept beside the library, for this processor.
-AFT_KERNEL_TRIALS=0 in the environment tries nothing.
+warning names it, and calls go to the next form. The result is kept in the folder of compiled libraries, for this
+processor. AFT_KERNEL_TRIALS=0 in the environment tries nothing.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aft_vision.ops.common import cpp
+from aft_vision.ops.common.build import library_folder
 from aft_vision.ops.common.choice import processor_key
 from aft_vision.ops.common.trial import run_trials
 from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape
@@ -43,14 +44,15 @@ def judge(path: Path) -> dict[tuple[str, str, int], str]:
     """
     if os.environ.get('AFT_KERNEL_TRIALS') == '0':
         return {}
-    record = path.with_name(f'{path.stem}_{processor_key()}.json')
-    failures = _read(record)
+    record = _record(path)
+    failures = None if record is None else _read(record)
     if failures is None:
         try:
             failures = try_forms({cpp.SINGLE, cpp.native_operands()})
         except OSError:
             return {}
-        _write(record, failures)
+        if record is not None:
+            _write(record, failures)
     if failures:
         _logger.warning(
             'on this processor compiled kernels failed a first trial, and other forms run in their place: %s; '
@@ -94,6 +96,14 @@ def _describe(name: str, form: str, kind: int) -> str:
     return f'{name} {form} {KIND_NAMES[kind]}'
 
 
+def _record(library: Path) -> Path | None:
+    # Not beside a library of a wheel, whose folder may be of another user; None without a home folder.
+    try:
+        return library_folder() / f'{library.stem}_{processor_key()}.json'
+    except RuntimeError:
+        return None
+
+
 def _read(record: Path) -> dict[str, str] | None:
     # None for a record that is missing, cut off, or anything else.
     with contextlib.suppress(OSError, ValueError):
@@ -106,6 +116,7 @@ def _read(record: Path) -> dict[str, str] | None:
 def _write(record: Path, failures: dict[str, str]) -> None:
     # A folder that cannot be written: the next process tries again.
     with contextlib.suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
         part = record.with_suffix(f'.{os.getpid()}')
         part.write_text(json.dumps(failures, indent=1))
         os.replace(part, record)

@@ -22,10 +22,12 @@ pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
 
 @pytest.fixture(autouse=True)
-def own_library(compiled: None) -> Iterator[None]:
-    """Open the library anew in a test, and as it was after it."""
+def own_library(compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Open the library anew in a test, with records in a folder of its own, and as it was after it."""
+    monkeypatch.setattr(trials, 'library_folder', lambda: tmp_path)
     cpp._forget_library()
     yield
+    monkeypatch.undo()
     cpp._forget_library()
     cpp.library()
 
@@ -35,7 +37,7 @@ def form_of(operation: str, name: str) -> Form:
 
 
 def crash(*_: Any) -> None:
-    signal.raise_signal(signal.SIGSEGV)
+    signal.raise_signal(signal.SIGKILL)
 
 
 def fall_short(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,13 +54,12 @@ def test_a_form_that_ends_the_process_or_is_wrong_is_left_out_and_named_once(
     monkeypatch.setattr(form_of('aft_full', 'cpp'), 'forward', crash)
     wide = form_of('aft_conv', 'wide')
     monkeypatch.setattr(wide, 'forward', fall_short(wide.forward))
-    monkeypatch.setattr(cpp, 'JUDGES', [lambda path: trials.judge(tmp_path / path.name)])
     inputs = plain(make_inputs('aft_full', 20, 40))
     with caplog.at_level(logging.WARNING):
         assert kernels_run(lambda: ops.aft_full(**inputs)) == set()
         ops.aft_full(**inputs)
     (record,) = [x for x in caplog.records if x.name == trials.__name__]
-    assert 'aft_full cpp single: the process ended by SIGSEGV' in record.getMessage()
+    assert 'aft_full cpp single: the process ended by SIGKILL' in record.getMessage()
     assert 'aft_conv wide single: expected the result of the torch form' in record.getMessage()
     assert {place[:2] for place in cpp.failures} == {('aft_full', 'cpp'), ('aft_conv', 'wide')}
     # The next form of the same operation, of which one is compiled.
@@ -107,7 +108,7 @@ def test_where_a_child_tells_nothing_all_forms_stay_and_nothing_is_kept(
     else:
         monkeypatch.setattr(trial.os, 'fork', fork)
     assert trials.judge(tmp_path / 'library.so') == {}
-    assert [*tmp_path.iterdir()] == []
+    assert [*tmp_path.glob('library_*')] == []
 
 
 @pytest.mark.parametrize('mode', ['autocast', 'inference', 'device', 'dtype', 'flops'])
@@ -125,7 +126,7 @@ def test_modes_of_the_caller_do_not_reach_trials(mode: str, tmp_path: Path):
             assert trials.judge(tmp_path / 'library.so') == {}
     finally:
         torch.set_default_dtype(default)
-    (record,) = tmp_path.iterdir()
+    (record,) = tmp_path.glob('library_*')
     assert record.read_text() == '{}'
 
 
@@ -138,7 +139,7 @@ def test_the_environment_can_switch_trials_off(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize('content', ['', '{"aft_full', '[1]', '{"aft_full cpp single": 3}'])
 def test_a_damaged_record_is_made_again(content: str, tmp_path: Path):
     trials.judge(tmp_path / 'library.so')
-    (record,) = tmp_path.iterdir()
+    (record,) = tmp_path.glob('library_*')
     found = record.read_text()
     record.write_text(content)
     assert trials.judge(tmp_path / 'library.so') == {}

@@ -1,8 +1,9 @@
 """The build of the C++ kernels.
 
 The sources include no torch headers, so the build is a few calls of the compiler, without ninja, and does not depend on
-the version of torch or Python. A library is kept in the folder of torch's extensions, as torch keeps its own, by a name
-that changes with the sources and the command: libraries of former versions are not read.
+the version of torch or Python. A wheel may carry the libraries; else one is compiled at its first use and kept in the
+folder of torch's extensions, as torch keeps its own, by a name that changes with the sources and the command: libraries
+of former versions are not read. `setup.py` loads this module alone, where there is no torch.
 """
 
 import hashlib
@@ -15,10 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import torch
-
-from aft_vision.ops.common.locks import locked
 
 FOLDER = Path(__file__).parent
 SOURCES = sorted(FOLDER.parent.glob('*/*.cpp'))
@@ -44,7 +41,7 @@ WARNINGS = ['-Wall', '-Wextra', '-Wno-unused-function', '-Wno-psabi']
 
 
 def build_library(instructions: str | None = None, rebuild: bool = False, strict: bool = False) -> Path:
-    """Return the path of the shared library; compile it unless it is cached.
+    """Return the path of the shared library: that of the wheel unless $CXX is set, else compiled unless it is cached.
 
     Args:
         instructions: a set of `INSTRUCTIONS`, by default the one that suits this processor.
@@ -58,6 +55,9 @@ def build_library(instructions: str | None = None, rebuild: bool = False, strict
     if os.name != 'posix':
         raise RuntimeError(f'expected a POSIX system, got {platform.system()}')
     instructions = instructions or native_instructions()
+    packaged = None if rebuild or 'CXX' in os.environ else _packaged_library(instructions)
+    if packaged is not None:
+        return packaged
     flags, words = FLAGS + INSTRUCTIONS[instructions], chosen_compiler()
     version = hashlib.sha256((sources_hash() + shlex.join(words + flags + GCC_FLAGS)).encode()).hexdigest()[:12]
     path = library_folder() / f'kernels_{platform.machine()}_{instructions}_{version}.so'
@@ -66,28 +66,70 @@ def build_library(instructions: str | None = None, rebuild: bool = False, strict
     compiler = shutil.which(words[0])
     if compiler is None:
         raise RuntimeError(f'expected a C++ compiler, got none by the name of {words[0]} (set CXX to choose another)')
-    command = [compiler, *words[1:]]
+    from aft_vision.ops.common.locks import locked
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent / 'lock'):
         # Another process may have built it in the meantime.
         if path.exists() and not rebuild:
             return path
-        identity = subprocess.run([*command, '--version'], capture_output=True, check=False).stdout
-        command += [*FLAGS, *([] if b'clang' in identity else GCC_FLAGS), *WARNINGS, *(['-Werror'] if strict else [])]
+        command = [*_command([compiler, *words[1:]]), *WARNINGS, *(['-Werror'] if strict else [])]
         for name in [instructions] if strict else _fallbacks(instructions):
             try:
                 _compile([*command, *INSTRUCTIONS[name]], path)
                 break
             except RuntimeError as error:
-                # The compiler, or an assembler that is older than it, does not know all instructions of the processor.
-                unknown = '-mavx512bf16' in str(error) or 'no such instruction' in str(error)
-                if not unknown or name == 'avx512' or strict:
+                if not _is_unknown(error) or name == 'avx512' or strict:
                     raise
     return path
 
 
+def build_for_wheel(folder: Path) -> list[Path]:
+    """Compile the libraries of a wheel for this kind of machine into a folder, as far as the compiler knows them.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    on_x86 = platform.machine() in ('x86_64', 'AMD64')
+    found = []
+    for name in INSTRUCTIONS if on_x86 else ['baseline']:
+        path = folder / _packaged_name(name)
+        try:
+            _compile([*_command(chosen_compiler()), *INSTRUCTIONS[name]], path)
+            found.append(path)
+        except RuntimeError as error:
+            if not _is_unknown(error):
+                raise
+    return found
+
+
+def _packaged_library(instructions: str) -> Path | None:
+    paths = [FOLDER.parent / 'lib' / _packaged_name(name) for name in _fallbacks(instructions)]
+    return next((path for path in paths if path.exists()), None)
+
+
+def _packaged_name(instructions: str) -> str:
+    return f'kernels_{platform.machine()}_{instructions}_{sources_hash()}.so'
+
+
+def _command(compiler: list[str]) -> list[str]:
+    try:
+        identity = subprocess.run([*compiler, '--version'], capture_output=True, check=False).stdout
+    except OSError as error:
+        raise RuntimeError(f'expected a C++ compiler, got none by the name of {compiler[0]}') from error
+    return [*compiler, *FLAGS, *([] if b'clang' in identity else GCC_FLAGS)]
+
+
+def _is_unknown(error: RuntimeError) -> bool:
+    # The compiler, or an assembler that is older than it, does not know all instructions.
+    return '-mavx512bf16' in str(error) or 'no such instruction' in str(error)
+
+
 def native_instructions() -> str:
     """Return the set of `INSTRUCTIONS` that suits this processor, as far as torch uses its vectors."""
+    import torch
+
     capability = torch.backends.cpu.get_cpu_capability().lower()
     if capability == 'avx512' and torch.cpu._is_avx512_bf16_supported():
         return 'avx512_bf16_amx'

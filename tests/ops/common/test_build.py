@@ -124,6 +124,28 @@ def test_a_warning_is_an_error_only_if_it_is_asked_to_be():
     assert cpp.library.__wrapped__().answer() == 42
 
 
+def test_a_library_of_the_wheel_is_taken_unless_a_compiler_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(build, 'FOLDER', tmp_path / 'ops' / 'common')
+    # Compilers of other processors know no flags of this one.
+    monkeypatch.setattr(build, 'INSTRUCTIONS', {name: [] for name in build.INSTRUCTIONS})
+    monkeypatch.setattr(build, 'native_instructions', lambda: 'avx512_bf16')
+    found = build.build_for_wheel(tmp_path / 'ops' / 'lib')
+    names = {
+        name: path for name in build.INSTRUCTIONS for path in found if f'_{name}_{build.sources_hash()}' in path.name
+    }
+    assert cpp._load(found[0]).answer() == 42
+    monkeypatch.delenv('CXX', raising=False)
+    if platform.machine() == 'x86_64':
+        assert [*names] == [*build.INSTRUCTIONS]
+        for expected in ('avx512_bf16', 'avx512'):
+            assert build.build_library() == names[expected]
+            names[expected].unlink()
+        # Those with narrower vectors are not for this processor.
+        assert build.build_library() not in found
+    monkeypatch.setenv('CXX', 'c++')
+    assert build.build_library() not in found
+
+
 def test_what_each_processor_takes_and_can_run(monkeypatch: pytest.MonkeyPatch):
     for capability, has_bfloat16, expected in (
         ('DEFAULT', False, 'baseline'),
