@@ -439,7 +439,7 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     Raises:
         ValueError: name is another one, or bias has another shape.
     """
-    weighed = [x.name for x in OPERATIONS.values() if x.weights is not None]
+    weighed = sorted(x.name for x in OPERATIONS.values() if x.weights is not None)
     if name not in weighed:
         raise ValueError(f'name must be one of {", ".join(weighed)}, got {name!r}')
     operation, weights = OPERATIONS[name], OPERATIONS[name].weights
