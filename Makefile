@@ -145,7 +145,7 @@ findings:
 # installs the dependencies too, as a user does. Then exported folders are loaded where this package and timm are not
 # installed, and models where the extras are not.
 package: $(STAMP)
-	rm -rf dist
+	rm -rf dist build/lib
 	$(PY) -m build --quiet --outdir dist
 	AFT_WHEEL_KERNELS=1 $(PY) -m build --quiet --wheel --outdir dist
 	$(PY) -m twine check --strict dist/*

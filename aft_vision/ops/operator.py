@@ -450,15 +450,19 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     if _needs_dispatcher((bias, v)):
         return None
     inputs = weights.inputs(bias, v)
-    if not any(form.takes_weights and (form.supports(inputs) or form.is_candidate(inputs)) for form in operation.forms):
+    if not any(form.supports(inputs) or form.is_candidate(inputs) for form in _weighing_forms(operation)):
         return None
     with without_autocast('cpu'):
         return weights.make(bias.detach(), v)
 
 
+def _weighing_forms(operation: Operation) -> list[Form]:
+    return [form for form in operation.forms if form.takes_weights and operation.operator.is_sound(form)]
+
+
 def _check_weights(operation: Operation, inputs: Any, weights: Tensor) -> None:
     # Whichever form runs; without a compiler none has any.
-    if operation.weights is None or cpp.library() is None:
+    if operation.weights is None or cpp.library() is None or (cpp.failures and not _weighing_forms(operation)):
         return
     shape, dtype = operation.weights.layout(getattr(inputs, operation.biases[0]), inputs.v)
     if weights.shape != shape or weights.dtype != dtype or not weights.is_contiguous():

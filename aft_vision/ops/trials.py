@@ -7,10 +7,11 @@ processor. AFT_KERNEL_TRIALS=0 in the environment tries nothing.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from aft_vision.ops.common import cpp
 from aft_vision.ops.common.build import library_folder
 from aft_vision.ops.common.choice import processor_key
-from aft_vision.ops.common.trial import run_trials
+from aft_vision.ops.common.trial import Failure, run_trials
 from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape
 from aft_vision.ops.decode import step
 from aft_vision.ops.decode.block import Block, Dense
@@ -37,33 +38,42 @@ BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 KIND_NAMES = {cpp.SINGLE: 'single', cpp.PAIRS: 'pairs', cpp.TILES: 'tiles'}
 
 
-def judge(path: Path) -> dict[tuple[str, str, int], str]:
-    """Return why forms of the library at this path fail on this processor, by operation, form and kind of products.
+def judge(path: Path, native: int) -> dict[tuple[str, str, int], str]:
+    """Return why forms of a library fail on this processor, by operation, form and kind of products.
 
-    What an earlier process found is read, and nothing is tried where no process can be started.
+    What an earlier process found for the same file, torch and kinds is read, and nothing is tried where no process can
+    be started. A failure for lack of memory or time holds for this process alone.
+
+    Args:
+        path: of the library.
+        native: how it multiplies bfloat16 on this processor.
     """
     if os.environ.get('AFT_KERNEL_TRIALS') == '0':
         return {}
-    record = _record(path)
-    failures = None if record is None else _read(record)
-    if failures is None:
+    record, kinds = _record_path(path), {cpp.SINGLE, native}
+    key = {'library': _hash(path), 'torch': torch.__version__, 'kinds': sorted(KIND_NAMES[kind] for kind in kinds)}
+    reasons = None if record is None else _read(record, key)
+    if reasons is None:
         try:
-            failures = try_forms({cpp.SINGLE, cpp.native_operands()})
-        except OSError:
+            failures = try_forms(kinds)
+        except OSError as error:
+            _logger.info('the compiled kernels could not be tried on this processor: %s', error)
             return {}
-        if record is not None:
-            _write(record, failures)
-    if failures:
+        reasons = {name: failure.reason for name, failure in failures.items()}
+        if record is not None and all(failure.lasts for failure in failures.values()):
+            _write(record, key | {'failures': reasons})
+    if reasons:
         _logger.warning(
             'on this processor compiled kernels failed a first trial, and other forms run in their place: %s; '
-            'please report it',
-            '; '.join(f'{name}: {reason}' for name, reason in failures.items()),
+            'please report it (to try again, delete %s)',
+            '; '.join(f'{name}: {reason}' for name, reason in reasons.items()),
+            record,
         )
     places = {_describe(*place): place for place in _places(KIND_NAMES)}
-    return {places[name]: reason for name, reason in failures.items() if name in places}
+    return {places[name]: reason for name, reason in reasons.items() if name in places}
 
 
-def try_forms(kinds: set[int]) -> dict[str, str]:
+def try_forms(kinds: Iterable[int]) -> dict[str, Failure]:
     """Try every compiled form with these kinds of products; return why some fail, by their names.
 
     Raises:
@@ -71,14 +81,14 @@ def try_forms(kinds: set[int]) -> dict[str, str]:
     """
     operations = {x.name: x for x in _own_operations()}
     full = operations['aft_full']
-    trials: dict[str, Callable[[], object]] = {'torch': partial(_run, full, full.forms[-1], torch.float32, SHAPES[0])}
+    control = run_trials({'torch': partial(_run, full, full.forms[-1], torch.float32, SHAPES[0], False)})
+    if control:
+        raise OSError(f'expected torch to run in a child process, got {control["torch"].reason}')
+    trials: dict[str, Callable[[], object]] = {}
     for name, form, kind in _places(kinds):
         call = _try_decoding if name == cpp.DECODING[0] else partial(_try_form, operations[name], form, kind)
         trials[_describe(name, form, kind)] = call
-    failures = run_trials(trials)
-    if 'torch' in failures:
-        raise OSError(f'expected torch to run in a child process, got {failures["torch"]}')
-    return failures
+    return run_trials(trials)
 
 
 def _own_operations() -> list[Operation]:
@@ -86,7 +96,7 @@ def _own_operations() -> list[Operation]:
     return [x for x in OPERATIONS.values() if x.inputs.__module__.split('.')[0] == __name__.split('.')[0]]
 
 
-def _places(kinds: Any) -> list[tuple[str, str, int]]:
+def _places(kinds: Iterable[int]) -> list[tuple[str, str, int]]:
     # Operation, form and kind of products.
     forms = [(x.name, form.name) for x in _own_operations() for form in x.forms if form.backend == 'cpp']
     return [(*place, kind) for place in forms for kind in sorted(kinds)] + [cpp.DECODING]
@@ -96,7 +106,7 @@ def _describe(name: str, form: str, kind: int) -> str:
     return f'{name} {form} {KIND_NAMES[kind]}'
 
 
-def _record(library: Path) -> Path | None:
+def _record_path(library: Path) -> Path | None:
     # Not beside a library of a wheel, whose folder may be of another user; None without a home folder.
     try:
         return library_folder() / f'{library.stem}_{processor_key()}.json'
@@ -104,36 +114,43 @@ def _record(library: Path) -> Path | None:
         return None
 
 
-def _read(record: Path) -> dict[str, str] | None:
-    # None for a record that is missing, cut off, or anything else.
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _read(record: Path, key: dict[str, Any]) -> dict[str, str] | None:
+    # None for a record that is missing, cut off, of something else or anything else.
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(record.read_text())
-        if isinstance(found, dict) and all(isinstance(x, str) for x in found.values()):
-            return found
+        failures = found.get('failures') if isinstance(found, dict) else None
+        if isinstance(failures, dict) and found == key | {'failures': failures}:
+            return failures if all(isinstance(x, str) for x in failures.values()) else None
     return None
 
 
-def _write(record: Path, failures: dict[str, str]) -> None:
+def _write(record: Path, content: dict[str, Any]) -> None:
     # A folder that cannot be written: the next process tries again.
     with contextlib.suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
         part = record.with_suffix(f'.{os.getpid()}')
-        part.write_text(json.dumps(failures, indent=1))
+        part.write_text(json.dumps(content, indent=1))
         os.replace(part, record)
 
 
 def _try_form(operation: Operation, name: str, kind: int) -> None:
     form = next(x for x in operation.forms if x.name == name)
     for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16) if kind == cpp.SINGLE else (torch.bfloat16,):
-            with cpp.multiply_bfloat16_as(kind):
-                found = _run(operation, form, dtype, shape)
-            if found is not None:
-                _compare(found, _run(operation, operation.forms[-1], torch.float32, shape), BOUNDS[dtype])
+        for masked in (False, True):
+            expected = _run(operation, operation.forms[-1], torch.float32, shape, masked)
+            for dtype in (torch.float32, torch.bfloat16) if kind == cpp.SINGLE else (torch.bfloat16,):
+                with cpp.multiply_bfloat16_as(kind):
+                    found = _run(operation, form, dtype, shape, masked)
+                if found is not None:
+                    _compare(found, expected, BOUNDS[dtype])
 
 
-def _run(operation: Operation, form: Form, dtype: torch.dtype, shape: Shape) -> list[Tensor] | None:
-    # y and the gradients; None where the form does not compute such inputs.
+def _run(operation: Operation, form: Form, dtype: torch.dtype, shape: Shape, masked: bool) -> list[Tensor] | None:
+    # y without and with what the backward needs, and the gradients; None where the form does not compute such inputs.
     draws = torch.Generator().manual_seed(0)
 
     def draw(*sizes: int) -> Tensor:
@@ -144,12 +161,17 @@ def _run(operation: Operation, form: Form, dtype: torch.dtype, shape: Shape) -> 
     B, T, D = shape.B, shape.tokens, shape.D
     q, k, v, grad = draw(B, T, D), draw(B, T, operation.key_channels(shape)), draw(B, T, D), draw(B, T, D)
     others = operation.draw(shape, draw) | dict.fromkeys(operation.flags, True)
-    inputs = operation.inputs(q=q, k=k, v=v, **others, mask=None)
+    mask = torch.arange(T) % 5 != torch.arange(1, B + 1)[:, None] if masked else None
+    inputs = operation.inputs(q=q, k=k, v=v, **others, mask=mask)
     if not (form.supports(inputs) or form.is_candidate(inputs)):
         return None
+    weights = None
+    if operation.weights is not None and form.takes_weights:
+        weights = operation.weights.make(getattr(inputs, operation.biases[0]), v)
     y, saved = form.run_forward(inputs, True)
     saved = k.new_empty(0) if saved is None else saved
-    return [y, *form.run_backward(grad, y, saved, inputs, bool(operation.biases))]
+    without = form.run_forward(inputs, False, weights)[0]
+    return [y, without, *form.run_backward(grad, y, saved, inputs, bool(operation.biases))]
 
 
 def _try_decoding() -> None:

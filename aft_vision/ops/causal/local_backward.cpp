@@ -201,7 +201,7 @@ struct Backward {
       float *out = &products[j - begin];
       if constexpr (TILED<P>)
         multiply_tiles(TileProduct{x, row * SIZE, LANES * row * SIZE, SIZE, tile_of(j % ring), SIZE, row * LANES * SIZE,
-                                   LANES * SIZE, row - 1, nullptr, 0, Sums{out, stride, TARGETS}});
+                                   LANES * SIZE, row - 1, nullptr, 0, Sums(out, products.size() - (j - begin), stride, SOURCES)});
       else
         multiply_rows<P>(x, &entries[j % ring * row], row - 1, row, out, stride);
     }

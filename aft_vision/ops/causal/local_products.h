@@ -151,7 +151,7 @@ void mix_tiles(int64_t n, const Pair *x, const void *weights, int64_t row, int64
   Pair found[TILE_ROWS];
   multiply_tiles(TileProduct{weights, row, n > LANES ? LANES * row : 0, step, x, sizeof(Pair), sizeof(Vec),
                              LANES * sizeof(Pair), terms / TILE_TERMS, nullptr, 0,
-                             Sums{reinterpret_cast<float *>(found), 2 * LANES, TILE_ROWS}});
+                             Sums(reinterpret_cast<float *>(found), TILE_ROWS * 2 * LANES, 2 * LANES, 2 * LANES)});
   for (int64_t i = 0; i < n; ++i) out[i] += found[i];
 }
 

@@ -49,7 +49,8 @@ Vec flush(Vec x) {
 }
 
 // Return sum + x y over both halves of each lane, rounded as the instruction vdpbf16ps rounds: the product of the upper
-// halves is added first, then that of the lower ones; numbers too small to be normal are zeros before and after each sum.
+// halves is added first, then that of the lower ones; numbers too small to be normal are zeros before and after each
+// sum.
 Vec add_products(Vec sum, Vec x, Vec y) {
 #if defined(__AVX512BF16__)
   return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);

@@ -79,7 +79,7 @@ def build_library(instructions: str | None = None, rebuild: bool = False, strict
                 _compile([*command, *INSTRUCTIONS[name]], path)
                 break
             except RuntimeError as error:
-                if not _is_unknown(error) or name == 'avx512' or strict:
+                if not is_unknown(error) or name == _fallbacks(instructions)[-1] or strict:
                     raise
     return path
 
@@ -99,7 +99,7 @@ def build_for_wheel(folder: Path) -> list[Path]:
             _compile([*_command(chosen_compiler()), *INSTRUCTIONS[name]], path)
             found.append(path)
         except RuntimeError as error:
-            if not _is_unknown(error):
+            if not is_unknown(error):
                 raise
     return found
 
@@ -121,9 +121,11 @@ def _command(compiler: list[str]) -> list[str]:
     return [*compiler, *FLAGS, *([] if b'clang' in identity else GCC_FLAGS)]
 
 
-def _is_unknown(error: RuntimeError) -> bool:
-    # The compiler, or an assembler that is older than it, does not know all instructions.
-    return '-mavx512bf16' in str(error) or 'no such instruction' in str(error)
+def is_unknown(error: RuntimeError) -> bool:
+    """Return whether a build failed because the compiler does not know a set of instructions."""
+    # In the words of GCC and Clang, and of assemblers, which may be older than a compiler.
+    words = ('-mavx', '-mfma', 'no such instruction', 'invalid instruction mnemonic')
+    return any(word in str(error) for word in words)
 
 
 def native_instructions() -> str:

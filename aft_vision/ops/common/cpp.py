@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from aft_vision.errors import first_line
 from aft_vision.ops.common.build import build_library
 from aft_vision.ops.common.inputs import Inputs, empty_denominator, empty_output
 from aft_vision.ops.common.numerics import UNDERFLOW
+from aft_vision.ops.common.trial import in_child
 
 _logger = logging.getLogger(__name__)
 
@@ -34,9 +36,9 @@ LAYOUT = 4
 SINGLE, PAIRS, TILES = range(3)
 # Further structs of arguments, by their name in C++.
 STRUCTS: dict[str, type[ctypes.Structure]] = {}
-# Functions of the path of the library that return why its forms fail on this processor, by operation, form and kind of
-# products: `ops.trials` has one, and knows the forms.
-JUDGES: list[Callable[[Path], dict[tuple[str, str, int], str]]] = []
+# Functions of the path of the library and its way to multiply bfloat16, which return why forms fail on this processor,
+# by operation, form and kind of products: `ops.trials` has one, and knows the forms.
+JUDGES: list[Callable[[Path, int], dict[tuple[str, str, int], str]]] = []
 # What they returned for the library.
 failures: dict[tuple[str, str, int], str] = {}
 # The compiled steps, which are no form of an operation, as `failures` calls them.
@@ -69,9 +71,15 @@ class Kernels(ctypes.CDLL):
 @functools.cache
 def library() -> Kernels | None:
     """Return the compiled kernels; if they cannot be built, log one line and return None."""
-    global _on_trial
-    if _on_trial is not None:
+    if in_child():
         return _on_trial
+    # Another thread waits for the result of the trials.
+    with _lock:
+        return _open_library()
+
+
+def _open_library() -> Kernels | None:
+    global _on_trial
     try:
         path = build_library(_instructions)
         try:
@@ -80,9 +88,8 @@ def library() -> Kernels | None:
             # The cached library may be from a system with other libraries.
             path = build_library(_instructions, rebuild=True)
             _on_trial = _load(path)
-        failures.clear()
         for judge in JUDGES:
-            failures.update(judge(path))
+            failures.update(judge(path, _on_trial.aft_operands()))
         return _on_trial
     except (OSError, RuntimeError) as error:
         _logger.warning(
@@ -91,12 +98,11 @@ def library() -> Kernels | None:
             first_line(error),
         )
         return None
-    finally:
-        _on_trial = None
 
 
-# The kernels while their forms are tried.
+# The kernels whose forms were tried last, or are at this moment, in a child process.
 _on_trial: Kernels | None = None
+_lock = threading.Lock()
 # The set of `build.INSTRUCTIONS` within `use_instructions`.
 _instructions: str | None = None
 
@@ -115,6 +121,7 @@ def use_instructions(name: str) -> Iterator[None]:
 
 
 def _forget_library() -> None:
+    failures.clear()
     for function in (library, lanes, _fastest_operands):
         function.cache_clear()
 

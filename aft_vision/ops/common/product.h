@@ -144,8 +144,8 @@ void multiply(const Product<Op> &p, int rows) {
     multiply<ROW, N, R - 1>(p, rows);
 }
 
-// Multiply `rows` rows by all strips, STRIPS at a time; in tiles by at most STRIPS, and all rows of one tile or two, in runs of
-// LANES words.
+// Multiply `rows` rows by all strips, STRIPS at a time; in tiles by at most STRIPS, and all rows of one tile or two, in
+// runs of LANES words.
 template <int ROW, typename Op>
 void multiply_strips(Product<Op> p, int rows, int64_t strips) {
   if constexpr (TILED<Op>) {
@@ -172,7 +172,7 @@ constexpr int64_t SPAN = 512;
 template <int ROW, typename Op>
 void multiply_spans(Product<Op> p, int rows, int64_t strips) {
   float buffer[Op::HEIGHT * STRIPS * LANES];
-  const Sums part{buffer, STRIPS * LANES, Op::HEIGHT};
+  const Sums part(buffer, STRIPS * LANES);
   const float zero[STRIPS * LANES] = {};
   const int64_t runs = p.runs > 1 ? std::max<int64_t>(1, SPAN / p.length) : 1, length = p.runs > 1 ? p.length : SPAN;
   const int64_t count = p.runs > 1 ? (p.runs + runs - 1) / runs : (p.length + length - 1) / length;
@@ -234,7 +234,7 @@ struct Tile {
 template <typename T>
 class Buffer {
  public:
-  Buffer(int64_t count) : data_(new T[count + LINE / sizeof(T)]) {
+  Buffer(int64_t count) : count_(count), data_(new T[count + LINE / sizeof(T)]) {
     const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
     aligned_ = reinterpret_cast<T *>((start + LINE - 1) / LINE * LINE);
   }
@@ -243,9 +243,11 @@ class Buffer {
   ~Buffer() { delete[] data_; }
 
   T *data() const { return aligned_; }
+  int64_t size() const { return count_; }
 
  private:
   static constexpr size_t LINE = 64;
+  int64_t count_;
   T *data_, *aligned_;
 };
 

@@ -42,14 +42,22 @@ bool has_tiles() {
 #endif
 }
 
-// A buffer of the sums of `rows` rows, `row` floats apart.
+// A buffer of sums, from a place in it on: rows that are `row` floats apart.
 struct Sums {
   float *data;
   int64_t row, rows;
 
+  // Count the rows of which `width` floats lie within the `size` floats from here on.
+  Sums(float *data, int64_t size, int64_t row, int64_t width)
+      : data(data), row(row), rows(size < width ? 0 : (size - width) / row + 1) {}
+
+  template <size_t SIZE>
+  Sums(float (&buffer)[SIZE], int64_t row) : Sums(buffer, SIZE, row, row) {}
+
   // Throw an exception if a product writes more rows than there are.
   void check(int64_t written) const {
-    if (__builtin_expect(written > rows, false)) throw std::logic_error("a product writes more rows than its buffer has");
+    if (__builtin_expect(written > rows, false))
+      throw std::logic_error("a product writes more rows than its buffer has");
   }
 };
 

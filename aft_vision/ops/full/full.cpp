@@ -97,8 +97,8 @@ class Strips {
 template <typename Op, typename Ahead, typename F>
 void each_sum(const typename Op::Word *weights, int64_t tokens, int64_t blocks, const Strips<Op> &x, Ahead ahead, F f) {
   const float zero[STRIPS * LANES] = {};
-  float sums[Op::HEIGHT][STRIPS * LANES];
-  const Sums out{sums[0], STRIPS * LANES, Op::HEIGHT};
+  float sums[Op::HEIGHT * STRIPS * LANES];
+  const Sums out(sums, STRIPS * LANES);
   for (int64_t t = 0; t < tokens; t += Op::HEIGHT) {
     const int rows = std::min<int64_t>(Op::HEIGHT, tokens - t);
     const typename Op::Word *tile = weights + t * x.words();
@@ -111,7 +111,7 @@ void each_sum(const typename Op::Word *weights, int64_t tokens, int64_t blocks, 
       else
         multiply_spans<1>(Product<Op>{tile, Op::HEIGHT, 0, 1, x.words(), x.data(i), x.strip(), 0, zero, 0, out}, rows,
                           STRIPS);
-      for (int r = 0; r < rows; ++r) f(i, t + r, load(sums[r], LANES), load(sums[r] + LANES, LANES));
+      for (int r = 0; r < rows; ++r) f(i, t + r, load(sums + r * out.row, LANES), load(sums + r * out.row + LANES, LANES));
     }
   }
 }
@@ -209,7 +209,7 @@ class Outer {
         multiply_strips<WORDS>(Product<Op>{target(0, t), 1, tokens_ * WORDS, blocks, WORDS,
                                            sources_.data() + i * blocks_ * WORDS * LANES, blocks_ * WORDS * LANES,
                                            WORDS * LANES, TILED<Op> ? nullptr : zero, 0,
-                                           Sums{part, STRIPS * LANES, Op::HEIGHT}},
+                                           Sums(part, STRIPS * LANES)},
                                rows, count);
         for (int r = 0; r < rows; ++r)
           for (int64_t n = 0; n < count * LANES; n += LANES) {

@@ -16,7 +16,7 @@ def fail() -> None:
 
 
 def test_each_call_that_fails_is_told_and_the_others_run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
-    monkeypatch.setattr(trial, 'SECONDS', 1)
+    monkeypatch.setattr(trial, 'SECONDS', 2)
     failures = run_trials(
         {
             'fine': lambda: os.write(1, b'not shown'),
@@ -28,12 +28,13 @@ def test_each_call_that_fails_is_told_and_the_others_run(monkeypatch: pytest.Mon
             'fine too': lambda: torch.ones(300, 300) @ torch.ones(300, 300),
         }
     )
-    assert failures == {
+    assert [name for name, failure in failures.items() if not failure.lasts] == ['hangs']
+    assert {name: failure.reason for name, failure in failures.items()} == {
         'raises': 'deliberate',
         'crashes': 'the process ended by SIGSEGV',
         'aborts': 'the process ended by SIGABRT',
         'leaves': 'the process ended with status 3',
-        'hangs': 'no end after 1 s',
+        'hangs': 'no end after 2 s',
     }
     assert capfd.readouterr() == ('', '')
 
@@ -53,3 +54,11 @@ def test_where_no_process_can_be_started_it_is_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, 'fork', fork)
     with pytest.raises(OSError, match='temporarily'):
         run_trials({'fine': lambda: None})
+
+
+def test_what_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial, 'LIMIT', 0.3)
+    start = time.monotonic()
+    with pytest.raises(OSError, match=r'expected trials to end in 0\.3 s'):
+        run_trials({'hangs': lambda: time.sleep(60)})
+    assert time.monotonic() - start < 10
