@@ -36,7 +36,7 @@ SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitiz
 
 SHELL := bash
 
-.PHONY: install ffcv test oldest distributed sanitize fuzz lint gpu timm-suite demo results docs findings package clean
+.PHONY: install ffcv test oldest distributed sanitize fuzz kernels lint gpu timm-suite demo results docs findings package clean
 
 install: $(STAMP)
 
@@ -75,6 +75,10 @@ sanitize: $(STAMP)
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.cache/sanitize CXX='$(CXX) $(SANITIZE)' ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	OMP_NUM_THREADS=2 $(PY) -m pytest -p no:cacheprovider tests/ops -m cpp $(PYTEST_ARGS)
+
+# The C++ kernels for every set of instructions, with the compiler's warnings as errors, and how each runs here
+kernels: $(STAMP)
+	$(PY) tests/instructions.py
 
 lint: $(STAMP)
 	$(PY) -m ruff format --check .
@@ -135,15 +139,17 @@ findings:
 	said="$$($(if $(findstring file,$(origin PY)),,PY='$(PY)') $$each 2>/dev/null | tail -1)" && echo "as written: $$(basename $$each .sh): $$said" \
 	|| { echo "CHANGED: $$(basename $$each .sh): $$said"; failed=1; }; done; test -z "$$failed"
 
-# The sdist, and the wheel from it, in dist/. The wheel is tried in an empty environment: it is its only package, the
-# checkout is not on the path, and the dependencies of aft_vision (torch, timm, ...) are read from $(VENV), without the
-# editable package of $(VENV). EMPTY=1 installs the dependencies too, as a user does. Then exported
-# folders are loaded where this package and timm are not installed, and models where the extras are not.
+# The sdist, the wheel from it, and a wheel for this platform with compiled kernels, in dist/. Each is tried in an empty
+# environment, the second where there is no compiler: it is its only package, the checkout is not on the path, and the
+# dependencies of aft_vision (torch, timm, ...) are read from $(VENV), without the editable package of $(VENV). EMPTY=1
+# installs the dependencies too, as a user does. Then exported folders are loaded where this package and timm are not
+# installed, and models where the extras are not.
 package: $(STAMP)
-	rm -rf dist
+	rm -rf dist build/lib
 	$(PY) -m build --quiet --outdir dist
+	AFT_WHEEL_KERNELS=1 $(PY) -m build --quiet --wheel --outdir dist
 	$(PY) -m twine check --strict dist/*
-	$(PY) tests/try_wheel.py $(if $(EMPTY),--dependencies) dist/*.whl
+	for each in dist/*.whl; do $(PY) tests/try_wheel.py $(if $(EMPTY),--dependencies) $$each || exit 1; done
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS) tests/standalone
 
 clean:

@@ -20,11 +20,12 @@ import torch
 from helpers import BOUNDS, NASTY_BOUND, generator, interpret_triton
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from instructions import KINDS
 from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import operator
-from aft_vision.ops.common import cpp
+from aft_vision.ops.common import build, cpp
 from aft_vision.ops.declaration import OPERATIONS, Operation, Shape
 
 INFINITY = float('inf')
@@ -74,7 +75,9 @@ class Case:
         wide_bias: a float32 bias next to half-precision q, k and v.
         gradients: False calls without autograd.
         grad_scale: what the gradient of the result is multiplied by.
-        tiles: the compiled kernels multiply bfloat16 in tiles, whatever the processor has.
+        product: how the compiled kernels multiply bfloat16, a key of `instructions.KINDS`, whatever the processor has;
+            '' for the way that suits it.
+        instructions: the set that they are compiled for; '' for the one that suits the processor.
     """
 
     operator: str
@@ -103,7 +106,8 @@ class Case:
     grad_scale: float = 1.0
     relation: str = 'none'
     threads: int = 1
-    tiles: bool = False
+    product: str = ''
+    instructions: str = ''
     seed: int = 0
 
     def __repr__(self) -> str:
@@ -177,7 +181,8 @@ def cases(operator: str, backend: str) -> st.SearchStrategy[Case]:
         grad_scale=st.sampled_from(GRAD_SCALES if vast else GRAD_SCALES[:1]),
         relation=st.sampled_from(RELATIONS if operation.causal and operator not in DECODERS else RELATIONS[:3]),
         threads=st.sampled_from([1, 1, 1, 3]) if backend == 'cpp' else st.just(1),
-        tiles=st.booleans() if backend == 'cpp' else st.just(False),
+        product=st.sampled_from(('', *KINDS)) if backend == 'cpp' else st.just(''),
+        instructions=st.sampled_from(('', *build.runnable_instructions())) if backend == 'cpp' else st.just(''),
         seed=st.integers(0, 2**20),
     ).map(_within_reach)
 
@@ -185,8 +190,8 @@ def cases(operator: str, backend: str) -> st.SearchStrategy[Case]:
 def _within_reach(case: Case) -> Case:
     # Fewer sequences, channels and heads, in this order, where the weights of the oracle would be too many, and the
     # backend's own choice where the form drawn does not run.
-    tiles = case.tiles and case.dtype == 'bfloat16'
-    if tiles and case.operation.has_grid:
+    product = case.product if case.dtype == 'bfloat16' else ''
+    if product == 'tiles' and case.operation.has_grid:
         # Narrower grids take no tiles.
         case = replace(case, grid=(case.grid[0], case.grid[1] + 7))
     most = max(1, WEIGHTS // case.tokens**2)
@@ -195,7 +200,7 @@ def _within_reach(case: Case) -> Case:
     heads = min(case.heads, most)
     # The smallest float16 is 6e-8.
     grad_scale = 1.0 if case.dtype == 'float16' else case.grad_scale
-    found = replace(case, grad_scale=grad_scale, batch=batch, channels=channels, heads=heads, tiles=tiles)
+    found = replace(case, grad_scale=grad_scale, batch=batch, channels=channels, heads=heads, product=product)
     if case.backend != 'cpp' or case.operator in DECODERS:
         return found
     inputs = Inputs(found).named()
@@ -415,7 +420,9 @@ def check(case: Case) -> None:
     bounds = BOUNDS[getattr(torch, case.dtype)]
     value_bound, gradient_bound = (max(NASTY_BOUND, x) if case.nasty else x for x in bounds)
     threads = torch.get_num_threads()
-    with warnings.catch_warnings(), cpp.multiply_bfloat16_as(cpp.TILES) if case.tiles else nullcontext():
+    kernels = cpp.use_instructions(case.instructions) if case.instructions else nullcontext()
+    product = cpp.multiply_bfloat16_as(KINDS[case.product]) if case.product else nullcontext()
+    with warnings.catch_warnings(), kernels, product:
         # A form that does not run its kernel would pass for the wrong reason.
         warnings.filterwarnings('error', message='.*using eager')
         warnings.filterwarnings('ignore', category=RuntimeWarning, module='triton.runtime.interpreter')
@@ -430,7 +437,7 @@ def check(case: Case) -> None:
                 x.requires_grad_(case.gradients)
             y = call(case, arguments | leaves, inputs.mask)
             # Values that cancel leave the rounding of both operands of their products.
-            compare('y', y, expected['y'], value_bound, 2.0**-8 if case.tiles else 0.0)
+            compare('y', y, expected['y'], value_bound, 2.0**-8 if case.product in ('pairs', 'tiles') else 0.0)
             if case.gradients:
                 found = torch.autograd.grad(y, list(leaves.values()), inputs.grad)
                 for name, got in zip(leaves, found, strict=True):

@@ -30,7 +30,7 @@ def built(tmp_path_factory) -> SimpleNamespace:
     tree = tmp_path_factory.mktemp('package') / 'checkout'
     for folder in ('aft_vision', 'train', 'tools', 'tests'):
         copytree(ROOT / folder, tree / folder, ignore=ignore_patterns('__pycache__', 'assets'))
-    for name in ('pyproject.toml', 'MANIFEST.in', 'README.md', 'CHANGELOG.md', 'LICENSE'):
+    for name in ('pyproject.toml', 'setup.py', 'MANIFEST.in', 'README.md', 'CHANGELOG.md', 'LICENSE'):
         copy(ROOT / name, tree)
     place = tree / PLACEHOLDER
     if not place.exists():
@@ -59,7 +59,13 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(built):
 
 
 def test_the_sdist_has_what_the_wheel_is_built_from_and_no_part_of_the_tests_and_commands(built):
-    assert built.sdist >= files_of_the_package() | {'pyproject.toml', 'README.md', 'CHANGELOG.md', 'LICENSE'}
+    assert built.sdist >= files_of_the_package() | {
+        'pyproject.toml',
+        'setup.py',
+        'README.md',
+        'CHANGELOG.md',
+        'LICENSE',
+    }
     assert not [name for name in built.sdist if name.partition('/')[0] in ('tests', 'train', 'tools')]
 
 

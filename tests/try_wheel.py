@@ -2,8 +2,8 @@
 
 It is installed into an environment of its own, out of sight of the checkout, where the first example of README.md runs,
 then a forward and a backward pass of one model of each mixer, with C++ kernels compiled from the wheel where there is a
-compiler, and all packaged weights load without a network. Other packages are read from the environment that runs this
-script, unless --dependencies installs them.
+compiler, or those that a wheel for a platform carries, without one, and all packaged weights load without a network.
+Other packages are read from the environment that runs this script, unless --dependencies installs them.
 """
 
 import argparse
@@ -42,6 +42,7 @@ assert sorted(listed) == WEIGHTS and WEIGHTS, f'expected the weights {WEIGHTS} o
 for name in listed:
     assert timm.create_model(name, pretrained=True).eval()(torch.randn(1, 3, 96, 96)).isfinite().all(), name
 assert library() is not None or not COMPILER, 'the C++ kernels of the wheel cannot be built'
+assert not CARRIED or folder in Path(library()._name).parents, f'expected kernels of the wheel, got {library()}'
 print(f'{folder}: aft_vision {aft_vision.__version__}, torch {torch.__version__},',
       'C++ kernels' if library() else 'no C++ compiler')
 """
@@ -82,12 +83,15 @@ def main() -> None:
     args = parser.parse_args()
     compiler = shutil.which(os.environ.get('CXX', 'c++').partition(' ')[0])
     weights = sorted(path.stem for path in (README.parent / 'aft_vision' / 'weights').glob('*.safetensors'))
-    constants = [f'COMPILER = {compiler!r}', f'WEIGHTS = {weights!r}']
+    carried = not args.wheel.name.endswith('-any.whl')
+    constants = [f'COMPILER = {compiler!r}', f'CARRIED = {carried}', f'WEIGHTS = {weights!r}']
     script = '\n'.join([*first_examples(README.read_text()), *constants, CHECK])
     with tempfile.TemporaryDirectory() as folder:
         python = make_environment(Path(folder) / 'environment', args.wheel.resolve(), args.dependencies)
         # Kernels that an earlier build has left elsewhere would hide a file that the wheel lacks.
         environment = {**os.environ, 'TORCH_EXTENSIONS_DIR': f'{folder}/extensions', 'HF_HUB_OFFLINE': '1'}
+        if carried:
+            environment['PATH'] = str(python.parent)
         path = Path(folder) / 'examples.py'
         path.write_text(script)
         # -I: neither PYTHONPATH nor the working directory.

@@ -4,6 +4,7 @@ Shape letters, the same everywhere: B batch, T sequence length (targets), S sour
 operation, H, W token grid, h heads, s window or kernel size, V vocabulary.
 """
 
+from aft_vision.ops import trials
 from aft_vision.ops.aft import aft_axial, aft_conv, aft_full, aft_local, aft_onehot, aft_simple
 from aft_vision.ops.aft_causal import aft_full_causal, aft_local_causal, aft_simple_causal
 from aft_vision.ops.common.inputs import check_heads, check_qkv

@@ -209,7 +209,8 @@ class Operator:
             sizes['s'] = inputs[self.gradient_indices[3]].shape[-1]
         present = [name for name, here in zip(('q', 'mask', *self.operation.flags), given, strict=True) if here]
         shape = *(f'{name}={size}' for name, size in sizes.items()), inputs.v.dtype, *present
-        forms = [default, *(form for form in self.forms if form is not default and form.is_candidate(inputs))]
+        others = [form for form in self.forms if form is not default and self.is_sound(form)]
+        forms = [default, *(form for form in others if form.is_candidate(inputs))]
         names = [form.name for form in forms]
         ways = [partial(form.run_forward, inputs, False, weights) for form in forms]
         return forms[names.index(fastest(self.name, shape, dict(zip(names, ways, strict=True))))]
@@ -245,12 +246,17 @@ class Operator:
         if not inputs.v.numel():
             return self.forms[-1]
         for form in self.candidates[backend]:
-            if form.supports(inputs) or (form.name == backend and form.is_candidate(inputs)):
+            runs = form.supports(inputs) or (form.name == backend and form.is_candidate(inputs))
+            if runs and self.is_sound(form):
                 return form
         for form in self.candidates[backend]:
             form.check(inputs)
         _warn_once(self.name, backend)
         return self.forms[-1]
+
+    def is_sound(self, form: Form) -> bool:
+        """Return whether a form has passed its trial on this processor, if it is a compiled one."""
+        return not cpp.failures or (self.name, form.name, cpp.SINGLE) not in cpp.failures
 
     def check_backend(self, backend: str) -> None:
         """Raise a ValueError if there is no such backend."""
@@ -433,7 +439,7 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     Raises:
         ValueError: name is another one, or bias has another shape.
     """
-    weighed = [x.name for x in OPERATIONS.values() if x.weights is not None]
+    weighed = sorted(x.name for x in OPERATIONS.values() if x.weights is not None)
     if name not in weighed:
         raise ValueError(f'name must be one of {", ".join(weighed)}, got {name!r}')
     operation, weights = OPERATIONS[name], OPERATIONS[name].weights
@@ -444,15 +450,19 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     if _needs_dispatcher((bias, v)):
         return None
     inputs = weights.inputs(bias, v)
-    if not any(form.takes_weights and (form.supports(inputs) or form.is_candidate(inputs)) for form in operation.forms):
+    if not any(form.supports(inputs) or form.is_candidate(inputs) for form in _weighing_forms(operation)):
         return None
     with without_autocast('cpu'):
         return weights.make(bias.detach(), v)
 
 
+def _weighing_forms(operation: Operation) -> list[Form]:
+    return [form for form in operation.forms if form.takes_weights and operation.operator.is_sound(form)]
+
+
 def _check_weights(operation: Operation, inputs: Any, weights: Tensor) -> None:
     # Whichever form runs; without a compiler none has any.
-    if operation.weights is None or cpp.library() is None:
+    if operation.weights is None or cpp.library() is None or (cpp.failures and not _weighing_forms(operation)):
         return
     shape, dtype = operation.weights.layout(getattr(inputs, operation.biases[0]), inputs.v)
     if weights.shape != shape or weights.dtype != dtype or not weights.is_contiguous():

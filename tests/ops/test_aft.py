@@ -68,7 +68,11 @@ def form_of(name: str, backend: str = 'eager') -> functools.partial[Tensor]:
 )
 def test_an_operation_equals_float64(name: str, form: str, sizes, others: str, dtype: torch.dtype):
     inputs = change(name, make_inputs(name, *sizes), others)
-    assert_matches_reference(form_of(name, form), getattr(reference, name), inputs, dtype)
+    # A causal form in torch rounds, where the processor multiplies bfloat16, exponentials and their sums twice each for
+    # y, and y; then denominators, rows, weights, sums and the result. The first targets see few sources, whose terms
+    # cancel.
+    roundings = 10 if dtype == torch.bfloat16 and OPERATIONS[name].causal else 0
+    assert_matches_reference(form_of(name, form), getattr(reference, name), inputs, dtype, roundings=roundings)
 
 
 @pytest.fixture(params=['toeplitz', 'depthwise'])

@@ -231,9 +231,7 @@ struct Reference {
 template <class F>
 int with_products(int64_t operands, F pass) {
   if (operands == TILES) return pass(Tiles{});
-#if defined(__AVX512BF16__)
   if (operands == PAIRS) return pass(Half{});
-#endif
   return pass(Single{});
 }
 

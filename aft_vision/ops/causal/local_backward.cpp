@@ -200,8 +200,8 @@ struct Backward {
     for (int64_t j = begin; j <= last; j += SOURCES) {
       float *out = &products[j - begin];
       if constexpr (TILED<P>)
-        multiply_tiles({x, row * SIZE, LANES * row * SIZE, SIZE, tile_of(j % ring), SIZE, row * LANES * SIZE, LANES * SIZE,
-                        row - 1, nullptr, 0, out, stride});
+        multiply_tiles(TileProduct{x, row * SIZE, LANES * row * SIZE, SIZE, tile_of(j % ring), SIZE, row * LANES * SIZE,
+                                   LANES * SIZE, row - 1, nullptr, 0, Sums(out, products.size() - (j - begin), stride, SOURCES)});
       else
         multiply_rows<P>(x, &entries[j % ring * row], row - 1, row, out, stride);
     }

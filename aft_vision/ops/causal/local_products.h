@@ -96,13 +96,11 @@ struct Halves {
   }
 };
 
-#if defined(__AVX512BF16__)
 struct Half : Halves, Vectors {
   static constexpr int STEP = 2;
 
   static Vec add(Vec sum, Vec x, Vec y) { return add_products(sum, x, y); }
 };
-#endif
 
 struct Tiles : Halves {
   static constexpr int HEIGHT = TILE_ROWS, EDGE = TILE_ROWS + TILE_TERMS, STEP = TILE_TERMS;
@@ -151,8 +149,9 @@ void mix(int64_t n, const Pair *x, const float *weights, int64_t length, Pair *o
 // The same by tiles, of bfloat16 weights whose rows and steps of terms are so many bytes apart.
 void mix_tiles(int64_t n, const Pair *x, const void *weights, int64_t row, int64_t step, int64_t terms, Pair *out) {
   Pair found[TILE_ROWS];
-  multiply_tiles({weights, row, n > LANES ? LANES * row : 0, step, x, sizeof(Pair), sizeof(Vec),
-                  LANES * sizeof(Pair), terms / TILE_TERMS, nullptr, 0, reinterpret_cast<float *>(found), 2 * LANES});
+  multiply_tiles(TileProduct{weights, row, n > LANES ? LANES * row : 0, step, x, sizeof(Pair), sizeof(Vec),
+                             LANES * sizeof(Pair), terms / TILE_TERMS, nullptr, 0,
+                             Sums(reinterpret_cast<float *>(found), TILE_ROWS * 2 * LANES, 2 * LANES, 2 * LANES)});
   for (int64_t i = 0; i < n; ++i) out[i] += found[i];
 }
 

@@ -1,4 +1,4 @@
-// bfloat16: its vectors, tensors of float32 or bfloat16, and products of pairs if the CPU has an instruction for them.
+// bfloat16: its vectors, products of pairs, and tensors of float32 or bfloat16.
 
 #pragma once
 
@@ -41,6 +41,24 @@ Vec high_half(Vec joined) { return vec_of(bits_of(joined) & 0xffff0000); }
 HalfVec narrow(Vec x) { return __builtin_convertvector(round_half(x) >> 16, HalfVec); }
 
 Vec widen(HalfVec x) { return vec_of(__builtin_convertvector(x, Bits) << 16); }
+
+// Replace numbers too small to be normal by zeros of their sign.
+Vec flush(Vec x) {
+  const Vec least = splat(1.17549435e-38f);
+  return (x < least) & (x > -least) ? vec_of(bits_of(x) & 0x80000000) : x;
+}
+
+// Return sum + x y over both halves of each lane, rounded as the instruction vdpbf16ps rounds: the product of the upper
+// halves is added first, then that of the lower ones; numbers too small to be normal are zeros before and after each
+// sum.
+Vec add_products(Vec sum, Vec x, Vec y) {
+#if defined(__AVX512BF16__)
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
+#else
+  sum = flush(flush(sum) + flush(high_half(x)) * flush(high_half(y)));
+  return flush(sum + flush(low_half(x)) * flush(low_half(y)));
+#endif
+}
 
 // A (B, T, n) tensor of float32 or bfloat16 with contiguous channels.
 struct Stream {
@@ -88,10 +106,5 @@ struct Stream {
     return widen(x);
   }
 };
-
-#if defined(__AVX512BF16__)
-// Return sum + x y over both halves of each lane.
-Vec add_products(Vec sum, Vec x, Vec y) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y); }
-#endif
 
 }  // namespace

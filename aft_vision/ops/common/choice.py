@@ -1,36 +1,40 @@
 """A measured choice between ways to compute the same result, where the fastest depends on the processor.
 
-The first call of a shape class runs each way for a few milliseconds. The result is kept beside the compiled kernels, in
-one file for a processor and a version of torch, so later processes choose the same without measuring. Linear layers of
-fused models choose in this way, and operations with weights of a bias that does not change. Training and models that
-are not fused have one order of forms on every machine.
+The first call of a shape class runs each way for a few milliseconds. The result is kept beside the compiled kernels,
+in one file for a processor, a version of torch and of the kernels, so later processes choose the same without
+measuring. Linear layers of fused models choose in this way, and operations with weights of a bias that does not change.
+Training and models that are not fused have one order of forms on every machine.
 
-Nothing is measured in a process that was forked, such as a worker of a DataLoader, nor after `measure_choices(False)`,
-for a service with a deadline: a shape class that is not in the file takes its first way.
+What is measured while something else runs holds for its process alone. Nothing is measured in a process that was
+forked, such as a worker of a DataLoader, nor after `measure_choices(False)`, for a service with a deadline: a shape
+class that is not in the file takes its first way.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import platform
 import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from aft_vision.ops.common.build import library_folder
+from aft_vision.ops.common.build import library_folder, sources_hash
 from aft_vision.ops.common.locks import locked
 
 # Each way runs this long, but at least five times.
 SECONDS = 4e-3
 # The first way stays unless another takes less than this share of its time.
 SHARE = 0.95
+# A measurement is not kept if in half of the rounds a way took longer than its shortest time by more than this share:
+# something else is running.
+SPREAD = 0.25
 _PROCESS = os.getpid()
 _measures = True
 
@@ -63,10 +67,13 @@ def fastest(subject: str, shape: tuple[Any, ...], ways: Mapping[str, Callable[[]
     default = next(iter(ways))
     if len(ways) == 1 or not _measures or os.getpid() != _PROCESS:
         return default
-    times = _shortest(ways)
+    rounds = _time_rounds(ways)
+    times = {name: min(seconds) for name, seconds in rounds.items()}
     best = min(times, key=times.__getitem__)
     chosen = best if times[best] < SHARE * times[default] else default
-    return _record(key, {'chosen': chosen, 'ms': {name: round(1e3 * seconds, 4) for name, seconds in times.items()}})
+    choice = {'chosen': chosen, 'ms': {name: round(1e3 * seconds, 4) for name, seconds in times.items()}}
+    busy = any(median(seconds) > (1 + SPREAD) * min(seconds) for seconds in rounds.values())
+    return _remember(key, choice) if busy else _record(key, choice)
 
 
 def recorded() -> dict[str, Any]:
@@ -79,14 +86,18 @@ def recorded() -> dict[str, Any]:
 
 @functools.cache
 def choices_path() -> Path | None:
-    """Return the file of the choices for this processor and version of torch; None without a home folder."""
-    features = hashlib.sha256(cpu_info('flags', 'Features').encode()).hexdigest()[:8]
+    """Return the file of the choices for this processor, torch and these kernels; None without a home folder."""
     capability = torch.backends.cpu.get_cpu_capability()
-    name = re.sub(r'[^A-Za-z0-9.]+', '-', f'{processor_name()}_{capability}_{features}_{torch.__version__}')
     try:
-        return library_folder() / f'choices_{name}.json'
+        return library_folder() / f'choices_{processor_key()}_{capability}_{torch.__version__}_{sources_hash()}.json'
     except RuntimeError:
         return None
+
+
+def processor_key() -> str:
+    """Return a name for a file of what holds on processors of this kind alone, with the same instructions."""
+    features = hashlib.sha256(cpu_info('flags', 'Features').encode()).hexdigest()[:8]
+    return re.sub(r'[^A-Za-z0-9.]+', '-', f'{processor_name()}_{features}')
 
 
 def processor_name() -> str:
@@ -118,18 +129,18 @@ _used: dict[str, dict[str, Any]] = {}
 _records: dict[Path | None, dict[str, Any]] = {}
 
 
-def _shortest(ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+def _time_rounds(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
     # In turns, so that other work on the machine slows all of them.
-    least = dict.fromkeys(ways, math.inf)
+    found: dict[str, list[float]] = {name: [] for name in ways}
     end = time.perf_counter() + SECONDS * len(ways)
     for count in range(10_000):
         for name, call in ways.items():
             start = time.perf_counter()
             call()
-            least[name] = min(least[name], time.perf_counter() - start)
+            found[name].append(time.perf_counter() - start)
         if count > 3 and time.perf_counter() > end:
             break
-    return least
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -153,8 +164,7 @@ def _record(key: str, choice: dict[str, Any]) -> str:
     # Add a choice to the file and return it; that of another process for the same ways stays, so that all choose alike.
     path = choices_path()
     if path is None:
-        recorded()[key] = _used[key] = choice
-        return choice['chosen']
+        return _remember(key, choice)
     # A folder that cannot be written: this process alone remembers.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,5 +176,10 @@ def _record(key: str, choice: dict[str, Any]) -> str:
             part.write_text(json.dumps({**others, key: choice}, indent=1))
             os.replace(part, path)
             recorded().update(others)
+    return _remember(key, choice)
+
+
+def _remember(key: str, choice: dict[str, Any]) -> str:
+    # In this process.
     recorded()[key] = _used[key] = choice
     return choice['chosen']

@@ -1,15 +1,17 @@
 """Calls of the C++ kernels: the library, loaded at first use, and tensors as arguments.
 
-If the library cannot be built, one line is logged and the torch forms run. A call gives its kernel one block of numbers
-and addresses, eight bytes each, in the order of a struct in C++. The sizes of both are compared once for each function,
-before its first call; those of `STRUCTS` when the library is loaded.
+If the library cannot be built, one line is logged and the torch forms run. Before it is used, `ops.trials` tries its
+forms on this processor. A call gives its kernel one block of numbers and addresses, eight bytes each, in the order of a
+struct in C++. The sizes of both are compared once for each function, before its first call; those of `STRUCTS` when the
+library is loaded.
 """
 
 import ctypes
 import functools
 import logging
 import struct
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from aft_vision.errors import first_line
 from aft_vision.ops.common.build import build_library
 from aft_vision.ops.common.inputs import Inputs, empty_denominator, empty_output
 from aft_vision.ops.common.numerics import UNDERFLOW
+from aft_vision.ops.common.trial import in_child
 
 _logger = logging.getLogger(__name__)
 
@@ -33,6 +36,13 @@ LAYOUT = 4
 SINGLE, PAIRS, TILES = range(3)
 # Further structs of arguments, by their name in C++.
 STRUCTS: dict[str, type[ctypes.Structure]] = {}
+# Functions of the path of the library and its way to multiply bfloat16, which return why forms fail on this processor,
+# by operation, form and kind of products: `ops.trials` has one, and knows the forms.
+JUDGES: list[Callable[[Path, int], dict[tuple[str, str, int], str]]] = []
+# What they returned for the library.
+failures: dict[tuple[str, str, int], str] = {}
+# The compiled steps, which are no form of an operation, as `failures` calls them.
+DECODING = 'decoding', 'steps', SINGLE
 # A device costs less than its name.
 CPU = torch.device('cpu')
 # One context for all calls without a profile.
@@ -61,12 +71,26 @@ class Kernels(ctypes.CDLL):
 @functools.cache
 def library() -> Kernels | None:
     """Return the compiled kernels; if they cannot be built, log one line and return None."""
+    if in_child():
+        return _on_trial
+    # Another thread waits for the result of the trials.
+    with _lock:
+        return _open_library()
+
+
+def _open_library() -> Kernels | None:
+    global _on_trial
     try:
+        path = build_library(_instructions)
         try:
-            return _load(build_library())
+            _on_trial = _load(path)
         except OSError:
             # The cached library may be from a system with other libraries.
-            return _load(build_library(rebuild=True))
+            path = build_library(_instructions, rebuild=True)
+            _on_trial = _load(path)
+        for judge in JUDGES:
+            failures.update(judge(path, _on_trial.aft_operands()))
+        return _on_trial
     except (OSError, RuntimeError) as error:
         _logger.warning(
             'the C++ kernels cannot be built, so AFT-full, AFT-conv, AFT-axial, AFT with one offset a channel, the '
@@ -74,6 +98,32 @@ def library() -> Kernels | None:
             first_line(error),
         )
         return None
+
+
+# The kernels whose forms were tried last, or are at this moment, in a child process.
+_on_trial: Kernels | None = None
+_lock = threading.Lock()
+# The set of `build.INSTRUCTIONS` within `use_instructions`.
+_instructions: str | None = None
+
+
+@contextmanager
+def use_instructions(name: str) -> Iterator[None]:
+    """Make a context with the kernels for a set of `build.INSTRUCTIONS`, not those that suit this processor."""
+    global _instructions
+    before, _instructions = _instructions, name
+    _forget_library()
+    try:
+        yield
+    finally:
+        _instructions = before
+        _forget_library()
+
+
+def _forget_library() -> None:
+    failures.clear()
+    for function in (library, lanes, _fastest_operands):
+        function.cache_clear()
 
 
 def compiled() -> Kernels:
@@ -118,6 +168,12 @@ def multiply_bfloat16_as(kind: int) -> Iterator[None]:
 
 @functools.cache
 def _fastest_operands() -> int:
+    kind = native_operands()
+    return SINGLE if any(each == kind for *_, each in failures) else kind
+
+
+def native_operands() -> int:
+    """Return what the kernels multiply the fastest on this processor where v is bfloat16, if it passes its trial."""
     return compiled().aft_operands()
 
 

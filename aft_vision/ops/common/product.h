@@ -46,14 +46,12 @@ struct Paired {
   static Words pack(const Vec *x) { return bits_of(join(x[0], x[1])); }
 };
 
-#if defined(__AVX512BF16__)
 struct Pair : Paired {
   static constexpr int STEP = 2, HEIGHT = ROWS;
   struct State {};
 
   static Vec add(Vec sum, Word weight, Words x) { return add_products(sum, vec_of(weight - Bits{}), vec_of(x)); }
 };
-#endif
 
 struct Tiles : Paired {
   static constexpr int STEP = TILE_TERMS, HEIGHT = TILE_ROWS;
@@ -79,10 +77,8 @@ int64_t rows_of(int64_t rows) {
 template <typename F>
 auto with_operands(int64_t operands, const void *words, F f) {
   if (operands == TILES) return f(Tiles{}, static_cast<const Tiles::Word *>(words));
-#if defined(__AVX512BF16__)
-  if (operands == PAIRS) return f(Pair{}, static_cast<const uint32_t *>(words));
-#endif
-  return f(Single{}, static_cast<const float *>(words));
+  if (operands == PAIRS) return f(Pair{}, static_cast<const Pair::Word *>(words));
+  return f(Single{}, static_cast<const Single::Word *>(words));
 }
 
 // Words in a row of a strip whose terms are its columns.
@@ -95,14 +91,18 @@ void store_words(typename Op::Word *to, typename Op::Words x) {
 }
 
 // Store a row of LANES columns as words.
-inline void store_row(float *to, Vec x) { store(to, x, LANES); }
-
-inline void store_row(uint32_t *to, Vec x) {
-  const HalfVec y = narrow(x);
-  std::memcpy(to, &y, sizeof y);
+template <typename Op>
+void store_row(typename Op::Word *to, Vec x) {
+  if constexpr (Op::DEPTH == 1) {
+    store(to, x, LANES);
+  } else {
+    const HalfVec y = narrow(x);
+    std::memcpy(to, &y, sizeof y);
+  }
 }
 
-// The operands of a product. Strides count elements of the array that they belong to.
+// The operands of a product, which say how it is multiplied: functions deduce Op from them. Strides count elements of the
+// array that they belong to.
 template <typename Op>
 struct Product {
   const typename Op::Word *weights;  // of the first row
@@ -112,11 +112,10 @@ struct Product {
   int64_t strip, x_run;              // from a strip to the next, and from a run to the next
   const float *start;                // a vector for each strip; in tiles null where sums start at 0
   int64_t start_row;                 // 0 where all rows have the same start
-  float *out;                        // a vector for each strip; may be `start`
-  int64_t out_row;
+  Sums out;                          // a vector for each strip; may be `start`
 };
 
-template <typename Op, int ROW, int N, int R>
+template <int ROW, int N, int R, typename Op>
 void multiply_rows(const Product<Op> &p) {
   Vec sum[R][N];
   for (int r = 0; r < R; ++r)
@@ -133,45 +132,47 @@ void multiply_rows(const Product<Op> &p) {
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) store(p.out + r * p.out_row + n * LANES, sum[r][n], LANES);
+    for (int n = 0; n < N; ++n) store(p.out.data + r * p.out.row + n * LANES, sum[r][n], LANES);
 }
 
 // Multiply `rows` rows, at most ROWS, whose weights are ROW words apart, by N strips.
-template <typename Op, int ROW, int N, int R = ROWS>
+template <int ROW, int N, int R = ROWS, typename Op>
 void multiply(const Product<Op> &p, int rows) {
   if (rows == R)
-    multiply_rows<Op, ROW, N, R>(p);
+    multiply_rows<ROW, N, R>(p);
   else if constexpr (R > 1)
-    multiply<Op, ROW, N, R - 1>(p, rows);
+    multiply<ROW, N, R - 1>(p, rows);
 }
 
-// Multiply by all strips, STRIPS at a time.
-template <typename Op, int ROW>
+// Multiply `rows` rows by all strips, STRIPS at a time; in tiles by at most STRIPS, and all rows of one tile or two, in
+// runs of LANES words.
+template <int ROW, typename Op>
 void multiply_strips(Product<Op> p, int rows, int64_t strips) {
-  for (; strips >= STRIPS; strips -= STRIPS) {
-    multiply<Op, ROW, STRIPS>(p, rows);
-    p.x += STRIPS * p.strip;
-    p.start += STRIPS * LANES;
-    p.out += STRIPS * LANES;
+  if constexpr (TILED<Op>) {
+    constexpr int64_t SIZE = sizeof(typename Op::Word);
+    multiply_tiles(TileProduct{p.weights, ROW * SIZE, rows > LANES ? LANES * ROW * SIZE : 0, p.run * SIZE, p.x,
+                               LANES * SIZE, strips > 1 ? p.strip * SIZE : 0, p.x_run * SIZE, p.runs, p.start,
+                               p.start_row, p.out});
+  } else {
+    p.out.check(rows);
+    for (; strips >= STRIPS; strips -= STRIPS) {
+      multiply<ROW, STRIPS>(p, rows);
+      p.x += STRIPS * p.strip;
+      p.start += STRIPS * LANES;
+      p.out.data += STRIPS * LANES;
+    }
+    if (strips) multiply<ROW, 1>(p, rows);
   }
-  if (strips) multiply<Op, ROW, 1>(p, rows);
-}
-
-// Multiply whole tiles of rows, at most two, by at most STRIPS strips; runs have LANES words.
-template <typename Op, int ROW>
-void multiply_strips(const Product<Tiles> &p, int rows, int64_t strips) {
-  constexpr int64_t SIZE = sizeof(Tiles::Word);
-  multiply_tiles({p.weights, ROW * SIZE, rows > LANES ? LANES * ROW * SIZE : 0, p.run * SIZE, p.x, LANES * SIZE,
-                  strips > 1 ? p.strip * SIZE : 0, p.x_run * SIZE, p.runs, p.start, p.start_row, p.out, p.out_row});
 }
 
 // Terms of a partial sum. A longer float32 sum loses precision.
 constexpr int64_t SPAN = 512;
 
-// Multiply with a partial sum for every span, of whole runs or of a part of the only run. `part` is a buffer for `rows`
-// rows of STRIPS strips.
-template <typename Op, int ROW>
-void multiply_spans(Product<Op> p, int rows, int64_t strips, float *part) {
+// Multiply with a partial sum for every span, of whole runs or of a part of the only run.
+template <int ROW, typename Op>
+void multiply_spans(Product<Op> p, int rows, int64_t strips) {
+  float buffer[Op::HEIGHT * STRIPS * LANES];
+  const Sums part(buffer, STRIPS * LANES);
   const float zero[STRIPS * LANES] = {};
   const int64_t runs = p.runs > 1 ? std::max<int64_t>(1, SPAN / p.length) : 1, length = p.runs > 1 ? p.length : SPAN;
   const int64_t count = p.runs > 1 ? (p.runs + runs - 1) / runs : (p.length + length - 1) / length;
@@ -182,17 +183,17 @@ void multiply_spans(Product<Op> p, int rows, int64_t strips, float *part) {
     span.weights += p.runs > 1 ? i * runs * p.run : i * length * p.step;
     span.x += p.runs > 1 ? i * runs * p.x_run : i * length * LANES;
     if (!i) {
-      multiply_strips<Op, ROW>(span, rows, strips);
+      multiply_strips<ROW>(span, rows, strips);
       continue;
     }
     for (int64_t strip = 0; strip < strips; strip += STRIPS) {
       const int64_t some = std::min<int64_t>(STRIPS, strips - strip);
-      span.start = zero, span.start_row = 0, span.out = part, span.out_row = STRIPS * LANES;
-      multiply_strips<Op, ROW>(span, rows, some);
+      span.start = zero, span.start_row = 0, span.out = part;
+      multiply_strips<ROW>(span, rows, some);
       for (int r = 0; r < rows; ++r)
         for (int64_t n = 0; n < some * LANES; n += LANES) {
-          float *to = p.out + r * p.out_row + strip * LANES + n;
-          store(to, load(to, LANES) + load(part + r * STRIPS * LANES + n, LANES), LANES);
+          float *to = p.out.data + r * p.out.row + strip * LANES + n;
+          store(to, load(to, LANES) + load(part.data + r * part.row + n, LANES), LANES);
         }
       span.x += STRIPS * p.strip;
     }
@@ -233,7 +234,7 @@ struct Tile {
 template <typename T>
 class Buffer {
  public:
-  Buffer(int64_t count) : data_(new T[count + LINE / sizeof(T)]) {
+  Buffer(int64_t count) : count_(count), data_(new T[count + LINE / sizeof(T)]) {
     const uintptr_t start = reinterpret_cast<uintptr_t>(data_);
     aligned_ = reinterpret_cast<T *>((start + LINE - 1) / LINE * LINE);
   }
@@ -242,9 +243,11 @@ class Buffer {
   ~Buffer() { delete[] data_; }
 
   T *data() const { return aligned_; }
+  int64_t size() const { return count_; }
 
  private:
   static constexpr size_t LINE = 64;
+  int64_t count_;
   T *data_, *aligned_;
 };
 

@@ -1,15 +1,19 @@
 // Products of bfloat16 in matrix tiles with sums in float32: by AMX, or by loops of the same arithmetic, so that every
-// machine can test what calls them.
+// machine can test what calls them, as it can with those of pairs (`bfloat16.h`).
 //
 // A tile has LANES rows of LANES words. A word is a sum, or a pair of terms: of a row on the left, of a column on the right.
 
 #pragma once
 
+#include <stdexcept>
+
 #include "bfloat16.h"
 
-// Headers of a compiler that knows the instructions.
-#if defined(__AVX512F__) && defined(__linux__) && __has_include(<amxbf16intrin.h>) && !defined(AFT_NO_AMX)
-#define AFT_AMX
+// Only Linux has to be asked for them.
+#if defined(AFT_AMX) && !defined(__linux__)
+#undef AFT_AMX
+#endif
+#if defined(AFT_AMX)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -38,6 +42,25 @@ bool has_tiles() {
 #endif
 }
 
+// A buffer of sums, from a place in it on: rows that are `row` floats apart.
+struct Sums {
+  float *data;
+  int64_t row, rows;
+
+  // Count the rows of which `width` floats lie within the `size` floats from here on.
+  Sums(float *data, int64_t size, int64_t row, int64_t width)
+      : data(data), row(row), rows(size < width ? 0 : (size - width) / row + 1) {}
+
+  template <size_t SIZE>
+  Sums(float (&buffer)[SIZE], int64_t row) : Sums(buffer, SIZE, row, row) {}
+
+  // Throw an exception if a product writes more rows than there are.
+  void check(int64_t written) const {
+    if (__builtin_expect(written > rows, false))
+      throw std::logic_error("a product writes more rows than its buffer has");
+  }
+};
+
 // A sum over `count` steps of TILE_TERMS terms, in one or two by one or two tiles. Strides of operands count bytes, and are 0
 // where there is no second tile.
 struct TileProduct {
@@ -48,8 +71,7 @@ struct TileProduct {
   int64_t count;
   const float *start;  // null: sums start at 0
   int64_t start_row;   // 0 where all rows have the same start
-  float *out;          // may be `start`
-  int64_t out_row;
+  Sums out;            // may be `start`
 };
 
 #if defined(AFT_AMX)
@@ -96,11 +118,6 @@ struct Loops {
   Vec sums[4][LANES];
   Operand operands[8];
 
-  static Vec flush(Vec x) {
-    const Vec least = splat(1.17549435e-38f);
-    return (x < least) & (x > -least) ? Vec{} : x;
-  }
-
   template <int T>
   void start(const float *from, int64_t stride) {
     for (int row = 0; row < LANES; ++row) sums[T][row] = from ? ::load(from + row * stride, LANES) : Vec{};
@@ -131,10 +148,10 @@ struct Loops {
   }
 };
 
-// TALL: there are two tiles of rows. WIDE: there are two of columns.
-template <typename Tiles, bool TALL, bool WIDE>
-void multiply_tiles(const TileProduct &p) {
-  Tiles tiles;
+// Multiply with a unit: the instructions, or loops. TALL: there are two tiles of rows. WIDE: there are two of columns.
+template <typename Unit, bool TALL, bool WIDE>
+void multiply_with(const TileProduct &p) {
+  Unit tiles;
   const auto start = [&](int64_t row, int64_t column) {
     return p.start ? p.start + row * p.start_row + column : nullptr;
   };
@@ -155,25 +172,27 @@ void multiply_tiles(const TileProduct &p) {
     if (TALL) tiles.template add<2, 5, 6>();
     if (TALL && WIDE) tiles.template add<3, 5, 7>();
   }
-  tiles.template store<0>(p.out, p.out_row);
-  if (WIDE) tiles.template store<1>(p.out + LANES, p.out_row);
-  if (TALL) tiles.template store<2>(p.out + LANES * p.out_row, p.out_row);
-  if (TALL && WIDE) tiles.template store<3>(p.out + LANES * p.out_row + LANES, p.out_row);
+  p.out.check(TALL ? TILE_ROWS : LANES);
+  float *upper = p.out.data, *lower = upper + LANES * p.out.row;
+  tiles.template store<0>(upper, p.out.row);
+  if (WIDE) tiles.template store<1>(upper + LANES, p.out.row);
+  if (TALL) tiles.template store<2>(lower, p.out.row);
+  if (TALL && WIDE) tiles.template store<3>(lower + LANES, p.out.row);
 }
 
-template <typename Tiles>
-void multiply_tiles(const TileProduct &p) {
+template <typename Unit>
+void multiply_with(const TileProduct &p) {
   if (p.block)
-    p.strip ? multiply_tiles<Tiles, true, true>(p) : multiply_tiles<Tiles, true, false>(p);
+    p.strip ? multiply_with<Unit, true, true>(p) : multiply_with<Unit, true, false>(p);
   else
-    p.strip ? multiply_tiles<Tiles, false, true>(p) : multiply_tiles<Tiles, false, false>(p);
+    p.strip ? multiply_with<Unit, false, true>(p) : multiply_with<Unit, false, false>(p);
 }
 
 void multiply_tiles(const TileProduct &p) {
 #if defined(AFT_AMX)
-  if (has_tiles()) return multiply_tiles<Amx>(p);
+  if (has_tiles()) return multiply_with<Amx>(p);
 #endif
-  multiply_tiles<Loops>(p);
+  multiply_with<Loops>(p);
 }
 
 // A thread may multiply tiles while it has one.

@@ -96,6 +96,9 @@ class Rows {
 
   float *operator[](int64_t row) const { return buffer_.data() + row * width_; }
 
+  // Sums in all rows but the last one, `row` floats apart.
+  Sums sums(int64_t row) const { return Sums(buffer_.data(), buffer_.size() - width_, row, row); }
+
  private:
   int64_t width_;
   Buffer<float> buffer_;
@@ -261,8 +264,8 @@ class Outer {
 
   void set_target(int64_t head, int64_t t, const float *columns, int64_t strips) {
     for (int64_t i = 0; i < runs(strips) * RUN; ++i)
-      store_row(target(head, t) + i / RUN * s_.tokens() * WORDS + i % RUN * ROW_WORDS<Op>,
-                i < strips ? load(columns + i * LANES, LANES) : Vec{});
+      store_row<Op>(target(head, t) + i / RUN * s_.tokens() * WORDS + i % RUN * ROW_WORDS<Op>,
+                    i < strips ? load(columns + i * LANES, LANES) : Vec{});
   }
 
   void set_sources(int64_t row, int64_t strip, const Rows &columns, int count, int64_t strips) {
@@ -297,12 +300,15 @@ class Outer {
   void add_block(int64_t head, int64_t row, const Piece &piece, int64_t column, float *table, int64_t strips) {
     const int64_t first = s_.first(row), rows = s_.stop(row) - first, distances = 2 * s_.width - 1;
     const float zero[STRIPS * LANES] = {};
-    for (int64_t i = 0; i < rows; i += STRIPS)
-      multiply_strips<Op, WORDS>(
-          {target(head, row * s_.width + piece.column), 1, s_.tokens() * WORDS, runs(strips), WORDS,
-           sources_.data() + ((first + i) * strips_ + column / LANES) * words_ * LANES, strips_ * words_ * LANES,
-           WORDS * LANES, TILED<Op> ? nullptr : zero, 0, found_.data() + i * LANES, rows * LANES},
-          piece.count, std::min<int64_t>(STRIPS, rows - i));
+    for (int64_t i = 0; i < rows; i += STRIPS) {
+      const int64_t some = std::min<int64_t>(STRIPS, rows - i);
+      multiply_strips<WORDS>(
+          Product<Op>{target(head, row * s_.width + piece.column), 1, s_.tokens() * WORDS, runs(strips), WORDS,
+                      sources_.data() + ((first + i) * strips_ + column / LANES) * words_ * LANES,
+                      strips_ * words_ * LANES, WORDS * LANES, TILED<Op> ? nullptr : zero, 0,
+                      Sums(found_.data() + i * LANES, found_.size() - i * LANES, rows * LANES, some * LANES)},
+          piece.count, some);
+    }
     for (int i = 0; i < piece.count; ++i)
       for (int64_t j = 0; j < rows; ++j) {
         float *to = table + (s_.height - 1 + first + j - row) * distances + s_.width - 1 - (piece.column + i) + column;

@@ -85,11 +85,11 @@ struct Table {
           typename Op::Word *to = words + head * stride + i;
           Vec x[Op::DEPTH];
           for (int j = 0; j < Op::DEPTH; ++j)
-            if (TILED<Op>)
-              store_row(to + j * ROW_WORDS<Op>, load(row.data() + Op::DEPTH * i + j * LANES, LANES));
+            if constexpr (TILED<Op>)
+              store_row<Op>(to + j * ROW_WORDS<Op>, load(row.data() + Op::DEPTH * i + j * LANES, LANES));
             else
               x[j] = load(row.data() + i + j, LANES);
-          if (!TILED<Op>) store_words<Op>(to, Op::pack(x));
+          if constexpr (!TILED<Op>) store_words<Op>(to, Op::pack(x));
         }
       });
     }
@@ -133,42 +133,43 @@ void weigh(const Inputs<Op> &in, int threads) {
 // Multiply the weights of a head of the group and some targets by all strips.
 template <typename Op>
 void multiply_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, const Targets &to, int64_t head,
-                    const float *start, float *sums) {
+                    const float *start, const Sums &sums) {
   const Shape &s = g.s;
   const Piece &at = x.piece(to.piece);
-  const int64_t strips = g.strips(), distances = 2 * s.width - 1, length = at.stop - at.first, stride = strips * LANES;
+  const int64_t strips = g.strips(), distances = 2 * s.width - 1, length = at.stop - at.first;
   const int64_t first = s.first(to.row), rows = s.stop(to.row + to.rows - 1) - first;
   const auto *weights = table.at(g.head + head, (s.height - 1 + first - to.row) * distances + s.width - 1 +
                                                     at.first * Op::DEPTH - (to.column + to.count - 1));
   if constexpr (TILED<Op>) {
-    constexpr int64_t SIZE = sizeof(Tiles::Word), HALF = SIZE / 2;
+    constexpr int64_t SIZE = sizeof(typename Op::Word), HALF = SIZE / 2;
     const int64_t block = to.rows > 1 ? -distances * HALF : 0;
     for (int64_t strip = 0; strip < strips; strip += STRIPS)
       for (int64_t word = 0; word < length; word += LANES) {
-        float *out = sums + strip * LANES;
-        multiply_tiles({weights + word * Op::DEPTH, HALF, block, distances * HALF,
-                        x.data(head, first, at.first + word) + strip * x.strip(), LANES * SIZE,
-                        strip + 1 < strips ? x.strip() * SIZE : 0, x.row() * SIZE, rows,
-                        word ? out : start + strip * LANES, word ? stride : 0, out, stride});
+        const int64_t some = std::min<int64_t>(STRIPS, strips - strip);
+        const Sums out(sums.data + strip * LANES, sums.rows * sums.row - strip * LANES, sums.row, some * LANES);
+        multiply_tiles(TileProduct{weights + word * Op::DEPTH, HALF, block, distances * HALF,
+                                   x.data(head, first, at.first + word) + strip * x.strip(), LANES * SIZE,
+                                   some > 1 ? x.strip() * SIZE : 0, x.row() * SIZE, rows,
+                                   word ? out.data : start + strip * LANES, word ? out.row : 0, out});
       }
   } else {
-    float part[ROWS * STRIPS * LANES];
-    multiply_spans<Op, 1>({weights, Op::DEPTH, distances, rows, length, x.data(head, first, at.first), x.strip(), x.row(),
-                           start, 0, sums, stride},
-                          to.count, strips, part);
+    multiply_spans<1>(Product<Op>{weights, Op::DEPTH, distances, rows, length, x.data(head, first, at.first), x.strip(),
+                                  x.row(), start, 0, sums},
+                      to.count, strips);
   }
 }
 
 // Call `f` with a head of the group, the index and the token of each target of a product, and its sums.
 template <typename Op, typename F>
-void sum_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, const Targets &to, float *start, float *sums,
-               F f) {
+void sum_piece(const Group &g, const Table<Op> &table, const Sources<Op> &x, const Targets &to, float *start,
+               const Rows &rows, F f) {
   const int64_t strips = g.strips(), first = g.s.first(to.row), stop = g.s.stop(to.row + to.rows - 1);
+  const Sums sums = rows.sums(strips * LANES);
   for (int64_t i = 0; i < g.heads; ++i) {
     for (int64_t strip = 0; strip < strips; ++strip)
       store(start + strip * LANES, table.outside[g.head + i] * x.beyond(i, first, stop, to.piece, strip), LANES);
     multiply_piece(g, table, x, to, i, start, sums);
-    to.each([&](int64_t j, int64_t t, int64_t row) { f(i, j, t, sums + row * strips * LANES); });
+    to.each([&](int64_t j, int64_t t, int64_t row) { f(i, j, t, sums.data + row * sums.row); });
   }
 }
 
@@ -240,7 +241,7 @@ struct Forward {
     x.finish(g.heads, g.strips());
     bool good = true;
     x.each_product([&](const Targets &to) {
-      sum_piece(g, in.table, x, to, sums[Op::HEIGHT], sums[0],
+      sum_piece(g, in.table, x, to, sums[Op::HEIGHT], sums,
                 [&](int64_t head, int64_t i, int64_t t, const float *found) {
                   good &= divide(g, head, t, found, ratios[i * g.images] + head * in.s.per_head);
                 });
@@ -311,7 +312,7 @@ struct Backward {
     });
     r.finish(g.heads, g.strips());
     r.each_product([&](const Targets &to) {
-      sum_piece(g, in.table, r, to, sums[Op::HEIGHT], sums[0],
+      sum_piece(g, in.table, r, to, sums[Op::HEIGHT], sums,
                 [&](int64_t head, int64_t i, int64_t t, const float *found) {
                   collect(g, head, t, found, a[i * g.images] + head * in.s.per_head);
                 });

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.cpp import STRUCTS, compiled, float_buffer, library, numbers, pointer
+from aft_vision.ops.common.cpp import (
+    DECODING,
+    STRUCTS,
+    compiled,
+    failures,
+    float_buffer,
+    library,
+    numbers,
+    pointer,
+)
 from aft_vision.ops.decode import eager as decode
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import LocalState, SimpleState
@@ -74,7 +83,9 @@ def supports_step(state: Sequence[Tensor], *inputs: Tensor | None) -> bool:
     for x in state:
         if not (x.is_cpu and x.is_contiguous()):
             return False
-    return state[0].dtype == torch.float32 and state[0].numel() > 0 and library() is not None
+    if state[0].dtype != torch.float32 or state[0].numel() == 0 or library() is None:
+        return False
+    return DECODING not in failures
 
 
 def simple_step(q: Tensor | None, k: Tensor, v: Tensor, state: Sequence[Tensor]) -> Tensor:

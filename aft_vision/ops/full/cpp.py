@@ -17,6 +17,7 @@ from aft_vision.ops.common.cpp import (
     compiled,
     float_buffer,
     floats,
+    lanes,
     operands,
     pack,
     run_backward,
@@ -50,11 +51,11 @@ def bias_weights(bias: Tensor, v: Tensor) -> Tensor:
 
 def weights_layout(bias: Tensor, v: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the shape and the type of the weights of a position bias (T, T)."""
-    return _layout(operands(v), len(bias))
+    return _layout(operands(v), len(bias), lanes())
 
 
 @functools.cache
-def _layout(kind: int, count: int) -> tuple[tuple[int, ...], torch.dtype]:
+def _layout(kind: int, count: int, lanes: int) -> tuple[tuple[int, ...], torch.dtype]:
     rows, words = compiled().aft_full_rows(kind), compiled().aft_full_words(kind, count)
     blocks = -(-count // rows)
     return ((blocks, words, rows), torch.float32) if kind == SINGLE else ((blocks, words, rows, 2), torch.bfloat16)

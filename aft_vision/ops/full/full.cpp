@@ -97,21 +97,21 @@ class Strips {
 template <typename Op, typename Ahead, typename F>
 void each_sum(const typename Op::Word *weights, int64_t tokens, int64_t blocks, const Strips<Op> &x, Ahead ahead, F f) {
   const float zero[STRIPS * LANES] = {};
-  float sums[Op::HEIGHT][STRIPS * LANES], part[Op::HEIGHT * STRIPS * LANES];
+  float sums[Op::HEIGHT * STRIPS * LANES];
+  const Sums out(sums, STRIPS * LANES);
   for (int64_t t = 0; t < tokens; t += Op::HEIGHT) {
     const int rows = std::min<int64_t>(Op::HEIGHT, tokens - t);
     const typename Op::Word *tile = weights + t * x.words();
     for (int64_t i = 0; i < blocks; ++i) {
       for (int r = 0; r < rows; ++r) ahead(i, t + r);
       if constexpr (TILED<Op>)
-        multiply_strips<Op, LANES>({tile, 1, Op::HEIGHT * LANES, x.words() / LANES, LANES, x.data(i), x.strip(),
-                                    LANES * LANES, nullptr, 0, sums[0], STRIPS * LANES},
-                                   rows, STRIPS);
+        multiply_strips<LANES>(Product<Op>{tile, 1, Op::HEIGHT * LANES, x.words() / LANES, LANES, x.data(i), x.strip(),
+                                           LANES * LANES, nullptr, 0, out},
+                               rows, STRIPS);
       else
-        multiply_spans<Op, 1>({tile, Op::HEIGHT, 0, 1, x.words(), x.data(i), x.strip(), 0, zero, 0, sums[0],
-                               STRIPS * LANES},
-                              rows, STRIPS, part);
-      for (int r = 0; r < rows; ++r) f(i, t + r, load(sums[r], LANES), load(sums[r] + LANES, LANES));
+        multiply_spans<1>(Product<Op>{tile, Op::HEIGHT, 0, 1, x.words(), x.data(i), x.strip(), 0, zero, 0, out}, rows,
+                          STRIPS);
+      for (int r = 0; r < rows; ++r) f(i, t + r, load(sums + r * out.row, LANES), load(sums + r * out.row + LANES, LANES));
     }
   }
 }
@@ -188,8 +188,8 @@ class Outer {
 
   void set_target(int64_t block, int64_t t, Vec d_num, Vec d_den) {
     typename Op::Word *to = target(block, t);
-    store_row(to, d_num);
-    store_row(to + ROW_WORDS<Op>, d_den);
+    store_row<Op>(to, d_num);
+    store_row<Op>(to + ROW_WORDS<Op>, d_den);
   }
 
   void set_sources(int64_t block, int64_t strip, Tile &numerator, Tile &denominator) {
@@ -206,10 +206,11 @@ class Outer {
       const int rows = std::min<int64_t>(Op::HEIGHT, tokens_ - t);
       for (int64_t i = 0; i < strips_; i += STRIPS) {
         const int64_t count = std::min<int64_t>(STRIPS, strips_ - i);
-        multiply_strips<Op, WORDS>({target(0, t), 1, tokens_ * WORDS, blocks, WORDS,
-                                    sources_.data() + i * blocks_ * WORDS * LANES, blocks_ * WORDS * LANES,
-                                    WORDS * LANES, TILED<Op> ? nullptr : zero, 0, part, STRIPS * LANES},
-                                   rows, count);
+        multiply_strips<WORDS>(Product<Op>{target(0, t), 1, tokens_ * WORDS, blocks, WORDS,
+                                           sources_.data() + i * blocks_ * WORDS * LANES, blocks_ * WORDS * LANES,
+                                           WORDS * LANES, TILED<Op> ? nullptr : zero, 0,
+                                           Sums(part, STRIPS * LANES)},
+                               rows, count);
         for (int r = 0; r < rows; ++r)
           for (int64_t n = 0; n < count * LANES; n += LANES) {
             float *to = found + (t + r) * width() + i * LANES + n;
@@ -359,7 +360,7 @@ void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op
   const int64_t words = words_of<Op>(tokens), terms = words * Op::DEPTH, rows = rows_of<Op>(tokens);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t t = 0; t < (by_source ? terms : rows); t += down) {
-    float peaks[LANES];
+    float peaks[LANES] = {};
     for (int i = 0; i < down && t + i < tokens; ++i) peaks[i] = peak_of(bias + (t + i) * tokens, tokens);
     for (int64_t s = 0; s < (by_source ? rows : terms); s += across) {
       Tile x;
@@ -370,7 +371,7 @@ void tile_weights(const float *bias, int64_t tokens, bool by_source, typename Op
       if (by_source == TILED<Op>) x.transpose();
       const int64_t row = by_source ? s : t, term = by_source ? t : s;
       if constexpr (TILED<Op>) {
-        for (int i = 0; i < SIDE; ++i) store_row(out + place_of<Op>(words, row + i, term / Op::DEPTH), x.row[i]);
+        for (int i = 0; i < SIDE; ++i) store_row<Op>(out + place_of<Op>(words, row + i, term / Op::DEPTH), x.row[i]);
       } else {
         for (int i = 0; i < LANES && term + i < terms; i += Op::DEPTH) {
           const typename Op::Words found = Op::pack(x.row + i);

@@ -51,10 +51,11 @@ def test_tensors_may_differ_in_their_types():
         assert_close(got, want, 1e-4 if name == 'q' else 4e-3)
 
 
-@pytest.fixture(params=['float32', 'bfloat16', 'tiles'])
+@pytest.fixture(params=['float32', 'bfloat16', 'pairs', 'tiles'])
 def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
-    """Give a type of inputs, bfloat16 multiplied as this processor does the fastest, and in tiles."""
-    with cpp.multiply_bfloat16_as(cpp.TILES) if request.param == 'tiles' else nullcontext():
+    """Give a type of inputs, bfloat16 multiplied as this processor does the fastest, in pairs, and in tiles."""
+    kind = {'pairs': cpp.PAIRS, 'tiles': cpp.TILES}.get(request.param)
+    with nullcontext() if kind is None else cpp.multiply_bfloat16_as(kind):
         yield torch.float32 if request.param == 'float32' else torch.bfloat16
 
 

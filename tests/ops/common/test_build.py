@@ -20,8 +20,9 @@ def little(compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     source = tmp_path / 'answer.cpp'
     source.write_text(answering(42))
     monkeypatch.setattr(build, 'SOURCES', [source])
-    # It has no structs.
+    # It has no structs and no forms.
     monkeypatch.setattr(cpp, 'STRUCTS', {})
+    monkeypatch.setattr(cpp, 'JUDGES', [])
     monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path / 'kept'))
 
 
@@ -83,9 +84,10 @@ def test_clang_gets_no_flag_that_gcc_alone_knows(compiler: str, is_gcc: bool, mo
 
     monkeypatch.setattr(subprocess, 'run', run)
     build.build_library()
-    (command,) = commands
-    assert ('-fno-predictive-commoning' in command) == is_gcc
-    assert {*build.FLAGS, '-shared'} <= set(command)
+    compiled, linked = commands
+    assert ('-fno-predictive-commoning' in compiled) == is_gcc
+    assert {*build.FLAGS, '-c'} <= set(compiled)
+    assert '-shared' in linked
 
 
 def test_clang_takes_the_other_flags(monkeypatch: pytest.MonkeyPatch):
@@ -107,10 +109,58 @@ def test_a_compiler_that_does_not_know_bfloat16_does_without(monkeypatch: pytest
     )
     compiler.chmod(0o755)
     monkeypatch.setenv('CXX', str(compiler))
-    monkeypatch.setattr(build, 'VECTOR_FLAGS', {})
+    monkeypatch.setattr(build, 'INSTRUCTIONS', build.INSTRUCTIONS | {'avx512': []})
     monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda: 'AVX512')
     monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda: True)
     assert cpp._load(build.build_library()).answer() == 42
+    with pytest.raises(RuntimeError, match='unrecognized command line option'):
+        build.build_library(rebuild=True, strict=True)
+
+
+def test_a_warning_is_an_error_only_if_it_is_asked_to_be():
+    build.SOURCES[0].write_text(answering(42) + 'extern "C" int other(int unused) { return 1; }\n')
+    with pytest.raises(RuntimeError, match='unused'):
+        build.build_library(strict=True)
+    assert cpp.library.__wrapped__().answer() == 42
+
+
+def test_a_library_of_the_wheel_is_taken_unless_a_compiler_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(build, 'FOLDER', tmp_path / 'ops' / 'common')
+    # Compilers of other processors know no flags of this one.
+    monkeypatch.setattr(build, 'INSTRUCTIONS', {name: [] for name in build.INSTRUCTIONS})
+    monkeypatch.setattr(build, 'native_instructions', lambda: 'avx512_bf16')
+    found = build.build_for_wheel(tmp_path / 'ops' / 'lib')
+    names = {
+        name: path for name in build.INSTRUCTIONS for path in found if f'_{name}_{build.sources_hash()}' in path.name
+    }
+    assert cpp._load(found[0]).answer() == 42
+    monkeypatch.delenv('CXX', raising=False)
+    if platform.machine() == 'x86_64':
+        assert [*names] == [*build.INSTRUCTIONS]
+        for expected in ('avx512_bf16', 'avx512'):
+            assert build.build_library() == names[expected]
+            names[expected].unlink()
+        # Those with narrower vectors are not for this processor.
+        assert build.build_library() not in found
+    monkeypatch.setenv('CXX', 'c++')
+    assert build.build_library() not in found
+
+
+def test_what_each_processor_takes_and_can_run(monkeypatch: pytest.MonkeyPatch):
+    for capability, has_bfloat16, expected in (
+        ('DEFAULT', False, 'baseline'),
+        ('SVE256', False, 'baseline'),
+        ('AVX2', False, 'avx2'),
+        ('AVX512', False, 'avx512'),
+        ('AVX512', True, 'avx512_bf16_amx'),
+    ):
+        monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda name=capability: name)
+        monkeypatch.setattr(torch.cpu, '_is_avx512_bf16_supported', lambda has=has_bfloat16: has)
+        assert build.native_instructions() == expected
+        runnable = build.runnable_instructions()
+        assert runnable[0] == 'baseline'
+        assert runnable[-1] == expected
+        assert ('avx512_bf16' in runnable) is has_bfloat16
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -135,7 +185,7 @@ def test_a_compiler_that_is_no_command_is_one_line(monkeypatch: pytest.MonkeyPat
 
 def test_processes_that_start_together_compile_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     log = tmp_path / 'log'
-    lines = f'if [ "$1" != --version ]; then echo once >> {log}; sleep 0.5; fi'
+    lines = f'case "$*" in *-shared*) echo once >> {log};; *--version*) ;; *) sleep 0.5;; esac'
     monkeypatch.setenv('CXX', write_compiler(tmp_path / 'compiler', lines))
     context = multiprocessing.get_context('fork')
     found = context.SimpleQueue()

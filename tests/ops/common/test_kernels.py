@@ -68,9 +68,7 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
             'conv.triton.DIRECT_INTERPRETED',
         ):
             monkeypatch.setattr(f'aft_vision.ops.{limit}', 0)
-    # Also on a processor that multiplies float32 faster, or has no tiles.
-    if form.endswith('pairs') and not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip('this processor cannot multiply pairs of bfloat16')
+    # Also on a processor that multiplies float32 faster, or has neither.
     kind = {'pairs': cpp.PAIRS, 'tiles': cpp.TILES}.get(form.split()[-1])
     with nullcontext() if kind is None else cpp.multiply_bfloat16_as(kind):
         yield found or 'cpu'
@@ -78,7 +76,7 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 def dtype_of(form: str) -> torch.dtype:
     """The type of inputs that a form multiplies in its own way."""
-    return torch.bfloat16 if form.endswith('tiles') else torch.float32
+    return torch.bfloat16 if form.endswith(('pairs', 'tiles')) else torch.float32
 
 
 def op(form: str, name: str) -> Callable[..., Tensor]:
@@ -118,6 +116,8 @@ TILED: list[tuple[str, str, Sizes]] = [
     *(('cpp tiles', 'aft_local_causal', x) for x in ((15, 16, 4), (16, 5, 3), (17, 33, 60), (31, 16, 31), (33, 3, 9))),
     *(('cpp tiles', 'aft_local_causal', x) for x in ((64, 20, 64), (100, 20, 1), (150, 37, 5), (197, 19, 91))),
 ]
+# The same in pairs, whose blocks of rows and strips are those of float32.
+PAIRED = [(form.replace('tiles', 'pairs'), name, sizes) for form, name, sizes in TILED]
 COMPILED: dict[tuple[str, str], list[Sizes]] = {
     ('cpp', 'aft_full'): [(8, 5), (20, 40), (17, 64), (61, 33)],
     ('wide', 'aft_conv'): HEADS,
@@ -151,6 +151,7 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         *(('conv pairs', 'aft_conv', x, 'masked', torch.bfloat16) for x in HEADS),
         *(('cpp pairs', 'aft_full', (math.prod(x[0]), x[1]), 'masked', torch.bfloat16) for x in HEADS),
         *((*x, others, torch.bfloat16) for x in TILED for others in ('', 'masked', 'no gate')),
+        *((*x, others, torch.bfloat16) for x in PAIRED for others in ('', 'masked')),
         ('cpp', 'aft_full', (20, 40), 'no gate', torch.float32),
         ('wide', 'aft_conv', ((3, 4), 70, 5, 7), 'no gate', torch.float32),
         ('conv', 'aft_conv', ((3, 4), 70, 5, 7), 'no gate', torch.float32),
@@ -246,9 +247,9 @@ def test_it_equals_float64(form: str, name: str, sizes: Sizes, others: str, dtyp
         ('triton lines', 'aft_axial', ((1, 9), 4, (2, 9), 2), ''),
         ('cpp', 'aft_local_causal', (1, 6, 1), ''),
         ('cpp', 'aft_simple_causal', (1, 6), ''),
-        ('cpp tiles', 'aft_full', (1, 6), ''),
+        *((f'cpp {kind}', 'aft_full', (1, 6), '') for kind in ('pairs', 'tiles')),
         ('conv', 'aft_conv', ((1, 1), 6, 3, 2), ''),
-        ('cpp tiles', 'aft_local_causal', (1, 6, 1), ''),
+        *((f'cpp {kind}', 'aft_local_causal', (1, 6, 1), '') for kind in ('pairs', 'tiles')),
     ],
 )
 def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes: Sizes, others: str, device: str):
@@ -266,10 +267,10 @@ def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes:
             (form, name, sizes, '', *nasty)
             for form, name, sizes in (
                 ('cpp', 'aft_full', (18, 5)),
-                ('cpp tiles', 'aft_full', (18, 5)),
+                *((f'cpp {kind}', 'aft_full', (18, 5)) for kind in ('pairs', 'tiles')),
                 ('wide', 'aft_conv', ((3, 6), 6, 5, 3)),
                 ('conv', 'aft_conv', ((3, 6), 6, 5, 3)),
-                ('conv tiles', 'aft_conv', ((2, 9), 6, 5, 3)),
+                *((f'conv {kind}', 'aft_conv', ((2, 9), 6, 5, 3)) for kind in ('pairs', 'tiles')),
                 ('cpp', 'aft_axial', ((6, 5), 66, (6, 5))),
                 ('cpp', 'aft_axial', ((6, 5), 66, (6, 5), 11)),
             )
@@ -489,14 +490,17 @@ def forbid_eager(patch: pytest.MonkeyPatch, name: str) -> None:
     'form, name, sizes, expected',
     [
         ('cpp', 'aft_full', (20, 40), ['full']),
+        ('cpp pairs', 'aft_full', (20, 40), ['full']),
         ('cpp tiles', 'aft_full', (20, 40), ['full']),
         ('wide', 'aft_conv', ((3, 4), 70, 5, 7), ['conv_wide', 'conv']),
         ('conv', 'aft_conv', ((3, 4), 70, 5, 7), ['conv']),
+        ('conv pairs', 'aft_conv', ((2, 8), 70, 5, 7), ['conv']),
         ('conv tiles', 'aft_conv', ((2, 8), 70, 5, 7), ['conv']),
         ('cpp', 'aft_conv', ((5, 7), 66, 3), ['depthwise']),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4), ['depthwise']),
         ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11), ['axial']),
         ('cpp', 'aft_local_causal', (12, 9, 5), ['local']),
+        ('cpp pairs', 'aft_local_causal', (12, 9, 5), ['local']),
         ('cpp tiles', 'aft_local_causal', (12, 9, 5), ['local']),
         ('cpp', 'aft_simple_causal', (12, 9), ['simple_causal']),
     ],
@@ -576,10 +580,16 @@ def test_a_registered_model_runs_it_forward_and_backward(
     'form, name, sizes, others, dtype',
     [
         *(('cpp', 'aft_full', (35, 40, 0, None, 7), '', dtype) for dtype in DTYPES[:2]),
-        ('cpp tiles', 'aft_full', (35, 40, 0, None, 7), '', torch.bfloat16),
-        ('cpp tiles', 'aft_local_causal', (150, 37, 20, None, 3), '', torch.bfloat16),
+        *((f'cpp {kind}', 'aft_full', (35, 40, 0, None, 7), '', torch.bfloat16) for kind in ('pairs', 'tiles')),
+        *(
+            (f'cpp {kind}', 'aft_local_causal', (150, 37, 20, None, 3), '', torch.bfloat16)
+            for kind in ('pairs', 'tiles')
+        ),
         *(('cpp', 'aft_conv', ((5, 7), 42, 5, 7, 13), *x) for x in product(('', 'masked'), DTYPES[:2])),
-        ('conv tiles', 'aft_conv', ((4, 9), 42, 5, 7, 13), 'masked', torch.bfloat16),
+        *(
+            (f'conv {kind}', 'aft_conv', ((4, 9), 42, 5, 7, 13), 'masked', torch.bfloat16)
+            for kind in ('pairs', 'tiles')
+        ),
         ('cpp', 'aft_conv', ((5, 7), 66, 3, 66, 5), '', torch.float32),
         ('cpp', 'aft_onehot', ((5, 7), 66, 4, 66, 5), '', torch.float32),
         *(
@@ -597,8 +607,8 @@ def test_several_threads_equal_float64(
         assert_matches_reference(op(form, name), getattr(reference, name), inputs, dtype)
 
 
-@rows('form, name, sizes', TILED)
-def test_tiles_give_what_vectors_give_in_other_bits(form: str, name: str, sizes: Sizes, device: str):
+@rows('form, name, sizes', [*TILED, *PAIRED])
+def test_pairs_and_tiles_give_what_vectors_give_in_other_bits(form: str, name: str, sizes: Sizes, device: str):
     inputs = plain(make_inputs(name, *sizes), torch.bfloat16)
     found = op(form, name)(**inputs)
     with cpp.multiply_bfloat16_as(cpp.SINGLE):
@@ -612,8 +622,8 @@ def test_tiles_give_what_vectors_give_in_other_bits(form: str, name: str, sizes:
     'form, name, sizes',
     [
         ('cpp', 'aft_full', (20, 40)),
-        ('cpp tiles', 'aft_full', (20, 40)),
-        ('conv tiles', 'aft_conv', ((2, 8), 70, 5, 7)),
+        *((f'cpp {kind}', 'aft_full', (20, 40)) for kind in ('pairs', 'tiles')),
+        *((f'conv {kind}', 'aft_conv', ((2, 8), 70, 5, 7)) for kind in ('pairs', 'tiles')),
         ('cpp', 'aft_conv', ((3, 4), 70, 5, 7)),
         ('cpp', 'aft_conv', ((5, 7), 66, 3)),
         ('cpp', 'aft_axial', ((5, 7), 66, (5, 7), 11)),

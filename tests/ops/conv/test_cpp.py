@@ -119,10 +119,11 @@ def test_a_gate_that_is_nearly_shut_keeps_large_values():
 @pytest.mark.parametrize('width', [7, 8])
 def test_fewer_than_eight_columns_take_vectors_in_place_of_tiles(width: int):
     inputs, found = plain(make_inputs('aft_conv', (4, width), 70, 5, 7), torch.bfloat16), []
-    for kind in (cpp.SINGLE, cpp.TILES):
+    for kind in (cpp.SINGLE, cpp.TILES, cpp.PAIRS):
         with cpp.multiply_bfloat16_as(kind):
             found.append(ops.aft_conv(**inputs, backend='conv'))
-    assert torch.equal(*found) is (width < 8)
+    assert torch.equal(*found[:2]) is (width < 8)
+    assert not torch.equal(found[0], found[2])
 
 
 def test_the_digits_of_a_kernel_as_large_as_its_image_are_kept():
