@@ -14,7 +14,7 @@ from torch import nn
 from aft_vision.data import NativeShape, Preprocessing, Source, create_eval_loader
 from aft_vision.data.datasets import WHOLE
 from aft_vision.data.layout import MissingSplitError
-from aft_vision.evaluate import find_classes
+from aft_vision.evaluate import find_classes, known_classes
 from aft_vision.sizes import check_channels
 from tools.arguments import decoding
 
@@ -64,9 +64,9 @@ def create_data_loader(
         except ValueError:
             raise ValueError(message) from error
         _note(f'{place} has no splits: all of it is evaluated; --val-share takes what a training held out')
-    classes = find_classes(model, class_names, place, args.match_classes == 'place')
-    if classes is not None and len(classes) < model.num_classes:
-        _note(f'{place} has {len(classes)} of the {model.num_classes} classes of the model: only these are compared')
+    classes, known = find_classes(model, class_names, place, args.match_classes == 'place'), known_classes(model) or []
+    if classes is not None and len(classes) < len(known):
+        _note(f'{place} has {len(classes)} of the {len(known)} classes of the model: only these are compared')
     return loader, class_names, classes
 
 

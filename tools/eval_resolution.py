@@ -353,7 +353,7 @@ def read_real_labels(path: Path, loader: Any) -> list[list[int]]:
     known = {*range(ImageNetInfo().num_classes())}
     if not isinstance(labels, list) or not all(isinstance(each, list) and known.issuperset(each) for each in labels):
         raise ValueError(f'expected a list of the labels of each image in {path}, got another JSON file')
-    reader = getattr(loader.dataset, 'reader', None)
+    reader: Any = getattr(loader.dataset, 'reader', None)
     if not hasattr(reader, 'samples'):
         raise ValueError('--real-labels belongs to images in files, whose names say which they are')
     numbers = [VALIDATION_NAME.fullmatch(PurePath(name).stem) for name, _ in reader.samples]

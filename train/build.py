@@ -146,10 +146,12 @@ def build_state(config: Config, images: Images, loaders: Loaders, world: World) 
 
 def _start_model(config: Config, weights: Weights | None, class_names: Sequence[str]) -> Any:
     """Build the model with its initial weights; its classifier is put in the order of the classes, or is new."""
-    is_new, places = config.run.reset_head, None
+    is_new, places, said = config.run.reset_head, None, ''
     if not is_new and (weights is not None or config.model.get('pretrained')):
-        is_new, places = _match_classifier(weights or _published(config, len(class_names)), class_names, config)
+        is_new, places, said = _match_classifier(weights or _published(config, len(class_names)), class_names, config)
     model = _build_with_weights(config, len(class_names), weights, reset_head=is_new)
+    if said:
+        print_once(said)
     if is_new and weights is None:
         model.reset_classifier(len(class_names))
     if places is not None:
@@ -160,29 +162,28 @@ def _start_model(config: Config, weights: Weights | None, class_names: Sequence[
     return model
 
 
-def _match_classifier(start: Any, class_names: Sequence[str], config: Config) -> tuple[bool, list[int] | None]:
-    """Return whether other classes need a new classifier, and else the order of its rows unless it is that of now.
+def _match_classifier(start: Any, class_names: Sequence[str], config: Config) -> tuple[bool, list[int] | None, str]:
+    """Return whether other classes need a new classifier, the rows of the old one in their order, and a line about it.
 
     Args:
         start: The Weights, or a model that has its own.
     """
     trained = None if config.data.classes_by_place else known_classes(start)
     if trained is None or is_numbered(trained) or is_numbered(class_names):
-        return False, None
+        return False, None, ''
     places, whole = match_classes(trained, class_names), list(range(len(trained)))
     known = [place for place in places if place is not None]
     if places == whole:
-        return False, None
+        return False, None, ''
     if sorted(known) == whole and len(known) == len(class_names):
-        print_once('the classifier of the weights is put in the order of the classes, by their names')
-        return False, known
+        return False, known, 'the classifier of the weights is put in the order of the classes, by their names'
     here = [name for name, place in zip(class_names, places, strict=True) if place is None]
     there = [name for place, name in enumerate(trained) if place not in known]
-    print_once(
+    said = (
         f'a new classifier, as the data set has other classes ({list_names(here) or "fewer"}) than the weights '
         f'({list_names(there) or "fewer"}); data.match_classes=place compares them by their order'
     )
-    return True, None
+    return True, None, said
 
 
 def with_min_updates(config: Config, updates_per_epoch: int) -> Config:

@@ -51,8 +51,9 @@ def predict_labelled(
         skipped: Receives images that cannot be decoded; None makes them errors.
     """
     names = sorted({path.parent.name for path in paths})
-    index = dict(zip(names, match_classes(class_labels(model), names), strict=True))
-    labelled = [path for path in paths if index[path.parent.name] is not None]
+    places = zip(names, match_classes(class_labels(model), names), strict=True)
+    index = {name: place for name, place in places if place is not None}
+    labelled = [path for path in paths if path.parent.name in index]
     logits = [model(batch) for batch in load_batches(labelled, model, size, skipped)]
     if not logits:
         return []

@@ -16,8 +16,9 @@ DATA = f'data.dir={CLOTHING}'
 def test_packaged_weights_that_do_not_fit_name_the_keys_and_both_values(tmp_path):
     file = tmp_path / 'file.yaml'
     file.write_text('model: {name: aft_conv_nano, pretrained: true, depth: 4, drop_path_rate: 0.1}\n')
+    data = [DATA, 'data.img_size=32', 'data.num_workers=0', 'data.match_classes=place']
     with pytest.raises(ValueError, match='expected a model that can be built') as error:
-        imagenet.main(['--eval', '--config', str(file), DATA, 'data.img_size=32', 'data.num_workers=0'])
+        imagenet.main(['--eval', '--config', str(file), *data])
     said = str(error.value)
     assert said.endswith('; model.depth = 4, where the weights have 6')
 
