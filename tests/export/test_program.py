@@ -296,6 +296,13 @@ def test_an_onnx_file_names_its_axes(onnx_file):
     assert graph.input[0].name == 'images'
 
 
+def test_an_onnx_file_has_no_other_names_of_its_axes_with_which_tract_would_compare_sizes(onnx_file):
+    onnx = pytest.importorskip('onnx')
+    shapes = [value.type.tensor_type.shape.dim for value in onnx.load(onnx_file[0]).graph.value_info]
+    assert shapes
+    assert all(axis.HasField('dim_value') for shape in shapes for axis in shape)
+
+
 @pytest.mark.parametrize('size', [(70, 64), (64, 70), (33, 32), (7, 32)], ids=str)
 def test_an_onnx_file_refuses_sizes_that_are_no_multiples_of_the_patch(run_onnx, size):
     with pytest.raises(Exception, match='height_and_width_must_be_multiples_of_8_and_8'):
