@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.common.graph import head_terms, mix_heads
+from aft_vision.ops.common.graph import finite, head_terms, mix_heads
 from aft_vision.ops.common.numerics import accumulate_dtype
 
 
@@ -41,4 +41,4 @@ def axis_weights(bias: Tensor, length: int) -> Tensor:
     # Two zeros around the bias stand for all that lies beyond, so that one graph serves every length.
     offset = (place - place.unsqueeze(1)).clamp(-reach, reach) + reach
     logits = F.pad(bias.to(accumulate_dtype(bias)), (1, 1))[:, offset]
-    return torch.exp(logits - logits.amax(dim=2, keepdim=True).clamp_min(torch.finfo(logits.dtype).min))
+    return torch.exp(logits - finite(logits.amax(dim=2, keepdim=True)))
