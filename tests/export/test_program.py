@@ -100,6 +100,16 @@ def test_the_matrix_form_has_no_convolution_but_the_patches():
     assert_equal(model, traced.module(), 3, (32, 48))
 
 
+def test_no_weights_of_aft_axial_are_repeated_for_images_or_maps_which_opencv_does_wrongly():
+    model = make('aft_axial_tiny')
+    shape = choose_shape(model, (32, 48), fixed_size=True)
+    traced = program.trace(program.fold(model, shape), shape)
+    products = [node for node in traced.graph.nodes if str(node.target) == 'aten.matmul.default']
+    shapes = [[tuple(x.meta['val'].shape) for x in node.args] for node in products]
+    assert shapes
+    assert all(left[:-2] == right[:-2] for left, right in shapes)
+
+
 @torch.no_grad()
 def test_aft_full_keeps_its_bias_as_a_constant_of_the_chosen_size():
     model = make('aft_full_tiny')
