@@ -175,6 +175,15 @@ def test_a_fixed_batch_takes_no_other(tmp_path):
         run(images(3, 32, 32))
 
 
+@pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_full_tiny'])
+def test_torch_writes_a_model_that_was_not_made_exportable_to_onnx_in_its_own_operators(name: str, tmp_path):
+    for package in ('onnxruntime', 'onnxscript'):
+        pytest.importorskip(package)
+    model, path = make(name), tmp_path / 'model.onnx'
+    torch.onnx.export(model, (images(2, 32, 32),), path, dynamo=True, verbose=False)
+    assert_equal(model, onnx_runner(path), 2, (32, 32))
+
+
 def test_a_model_is_left_as_it_was():
     model = make().train()
     before = {name: x.clone() for name, x in model.state_dict().items()}
