@@ -191,6 +191,7 @@ def export_onnx(
         raise ValueError(
             f'expected an operator set that torch writes, got opset={opset}, for which it writes {written}'
         )
+    _fold_constants(program.model)
     program.model.metadata_props.update(_metadata(model))
     _describe_axes(program.model, model, shape)
     with replacing(path) as temporary:
@@ -218,6 +219,15 @@ def trace(model: nn.Module, shape: InputShape) -> torch.export.ExportedProgram:
             # References to source files, with paths of this machine.
             node.meta.pop('stack_trace', None)
     return program
+
+
+def _fold_constants(program: Any) -> None:
+    """Compute what depends on constants only, also large: converters such as onnx2tf expect the taps as constants."""
+    from onnxscript import optimizer
+
+    limits = dict(input_size_limit=MAX_ONNX_BYTES, output_size_limit=MAX_ONNX_BYTES)
+    optimizer.fold_constants(program, onnx_shape_inference=False, **limits)
+    optimizer.remove_unused_nodes(program)
 
 
 def _describe_axes(program: Any, model: nn.Module, shape: InputShape) -> None:

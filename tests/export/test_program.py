@@ -65,6 +65,16 @@ def test_eq_8_and_the_exponentials_of_the_bias_are_folded(onnx_file):
     assert count('LayerNormalization') == 2 * 2 + 1
 
 
+def test_what_depends_on_constants_only_is_a_constant_of_the_onnx_file_however_large(tmp_path):
+    onnx = pytest.importorskip('onnx')
+    for package in ('onnxruntime', 'onnxscript'):
+        pytest.importorskip(package)
+    export_onnx(make(embed_dim=128, kernel_size=11), tmp_path / 'model.onnx')
+    graph = onnx.load(tmp_path / 'model.onnx').graph
+    constants = {x.name for x in graph.initializer}
+    assert not [node.op_type for node in graph.node if constants.issuperset(x for x in node.input if x)]
+
+
 def test_onnxruntime_does_not_merge_the_columns_beside_the_maps_into_the_convolution(onnx_file, tmp_path):
     onnx, onnxruntime = pytest.importorskip('onnx'), pytest.importorskip('onnxruntime')
     options = onnxruntime.SessionOptions()
