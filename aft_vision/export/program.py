@@ -191,6 +191,7 @@ def export_onnx(
         raise ValueError(
             f'expected an operator set that torch writes, got opset={opset}, for which it writes {written}'
         )
+    _fold_constants(program.model)
     program.model.metadata_props.update(_metadata(model))
     _describe_axes(program.model, model, shape)
     with replacing(path) as temporary:
@@ -220,8 +221,20 @@ def trace(model: nn.Module, shape: InputShape) -> torch.export.ExportedProgram:
     return program
 
 
+def _fold_constants(program: Any) -> None:
+    """Compute what depends on constants only, also large: converters such as onnx2tf expect the taps as constants."""
+    from onnxscript import optimizer
+
+    limits = dict(input_size_limit=MAX_ONNX_BYTES, output_size_limit=MAX_ONNX_BYTES)
+    optimizer.fold_constants(program, onnx_shape_inference=False, **limits)
+    optimizer.remove_unused_nodes(program)
+
+
 def _describe_axes(program: Any, model: nn.Module, shape: InputShape) -> None:
-    """Name the dynamic axes of an ONNX program, reject sizes that are not multiples, and drop paths of this machine."""
+    """Name the dynamic axes of an ONNX program, reject sizes that are not multiples, and drop paths of this machine.
+
+    Other values have a recorded shape only if all of it is known.
+    """
     import onnx_ir as ir
 
     graph = program.graph
@@ -232,6 +245,10 @@ def _describe_axes(program: Any, model: nn.Module, shape: InputShape) -> None:
     sides = shape.size if shape.fixed_size else ('height', 'width')
     images.shape = ir.Shape([batch, channels(model), *sides])
     logits.shape = ir.Shape([batch, *logits.shape[1:]])
+    for value in (x for node in graph.all_nodes() for x in node.outputs):
+        # torch calls the sizes of the rest otherwise, s77 for the batch, and a strict runtime would find two names.
+        if value is not logits and value.shape is not None and value.shape.is_dynamic():
+            value.shape = value.type = None
     patch: Any = getattr(getattr(model, 'patch_embed', None), 'patch_size', (1, 1))
     if shape.fixed_size or tuple(patch) == (1, 1):
         return
@@ -251,7 +268,6 @@ def _describe_axes(program: Any, model: nn.Module, shape: InputShape) -> None:
     target = ir.node('Concat', [kept, positive.outputs[0]], attributes={'axis': 0})
     name = f'height_and_width_must_be_multiples_of_{patch[0]}_and_{patch[1]}'
     checked = ir.node('Reshape', [images, target.outputs[0]], name=name)
-    checked.outputs[0].shape, checked.outputs[0].type = images.shape, images.type
     ir.convenience.replace_all_uses_with(images, checked.outputs[0])
     for node in (found, checked):
         node.replace_input_with(0, images)

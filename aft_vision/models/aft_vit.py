@@ -22,7 +22,6 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import (
     global_pool_nlc,
     register_notrace_function,
-    resample_patch_embed,
     to_2tuple,
 )
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
@@ -35,7 +34,7 @@ from aft_vision.layers.mixers import AFTMixer, find_mixer, split_arguments
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
-from aft_vision.models.state_dict import resample_rows
+from aft_vision.models.state_dict import resample_patches, resample_rows
 from aft_vision.models.transfer_report import TransferReport, describe_transfer
 from aft_vision.models.weight_files import packaged_weights
 
@@ -488,7 +487,7 @@ def checkpoint_filter_fn(
             pass
         elif name == 'patch_embed.proj.weight':
             if value.shape != own[name].shape and value.ndim == 4 and len(value) == len(own[name]):
-                value = resample_patch_embed(value, list(own[name].shape[-2:]))
+                value = resample_patches(value, list(own[name].shape[-2:]))
         # The same token count may have another (H, W).
         elif name == 'pos_embed' and value.shape[-1] == own[name].shape[-1]:
             value = resample(value[0], 0 if model.no_embed_class else model.num_prefix_tokens).unsqueeze(0)

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from timm.layers import Attention, resample_patch_embed
+from timm.layers import Attention
 from timm.models import adapt_input_conv, clean_state_dict
 from torch import Tensor, nn
 
 from aft_vision.layers import aft_mixers
-from aft_vision.models.state_dict import StateDictError, find_grid, resample_grid, unknown_grid
+from aft_vision.models.state_dict import StateDictError, find_grid, resample_grid, resample_patches, unknown_grid
 from aft_vision.models.transfer_report import TransferOutcome, TransferReport, projection_sizes
 
 PATCHES = 'patch_embed.proj.weight'
@@ -255,7 +255,7 @@ class _Transfer:
             changes.append(f'{value.shape[1]} to {channels} channels')
         if not changes:
             return self._placed('copied', PATCHES, PATCHES, value, '')
-        resized = adapt_input_conv(channels, resample_patch_embed(value, size), base_chans=value.shape[1])
+        resized = adapt_input_conv(channels, resample_patches(value, size), base_chans=value.shape[1])
         return self._placed('resampled', PATCHES, PATCHES, resized, ', '.join(changes))
 
     def _place_positions(self) -> TransferOutcome:

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import timm
-from timm.layers import resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models._input import get_pretrained_grid_size
 from torch import Tensor, nn
+
+from aft_vision.ops.common.numerics import accumulate_dtype
 
 
 class StateDictError(ValueError, RuntimeError):
@@ -120,7 +122,16 @@ def resample_rows(
 
 def resample_grid(x: Tensor, model: Any, grid: tuple[int, int], prefix: int = 0) -> Tensor:
     """Resample rows (T, n) from a grid (H, W) to the model's grid, bicubically; the first `prefix` rows are kept."""
-    return resample_abs_pos_embed(x.unsqueeze(0), list(model.patch_embed.grid_size), list(grid), prefix).squeeze(0)
+    own = list(model.patch_embed.grid_size)
+    if own == list(grid):
+        return x
+    # timm rounds the result to the type of x, which may be that of a file in half precision.
+    return resample_abs_pos_embed(x.to(accumulate_dtype(x)).unsqueeze(0), own, list(grid), prefix).squeeze(0)
+
+
+def resample_patches(weight: Tensor, size: list[int]) -> Tensor:
+    """Resample the weight of a patch embedding, (C, channels, H, W), to another patch size."""
+    return resample_patch_embed(weight.to(accumulate_dtype(weight)), size)
 
 
 def unknown_grid(num_tokens: int) -> ValueError:

@@ -176,6 +176,8 @@ class Operator:
                 self.check(self.inputs(*args[:-1]))
             return self.operation.graph(*args[:-1])
         if _needs_dispatcher(args):
+            if self.operation.graph is not None and torch.onnx.is_in_onnx_export():
+                return self(*args[:-1], 'aten')
             return self.dispatch(*args)
         inputs = self.inputs._make(args[:-1])
         form = self.choose(backend, inputs)

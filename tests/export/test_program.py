@@ -65,6 +65,16 @@ def test_eq_8_and_the_exponentials_of_the_bias_are_folded(onnx_file):
     assert count('LayerNormalization') == 2 * 2 + 1
 
 
+def test_what_depends_on_constants_only_is_a_constant_of_the_onnx_file_however_large(tmp_path):
+    onnx = pytest.importorskip('onnx')
+    for package in ('onnxruntime', 'onnxscript'):
+        pytest.importorskip(package)
+    export_onnx(make(embed_dim=128, kernel_size=11), tmp_path / 'model.onnx')
+    graph = onnx.load(tmp_path / 'model.onnx').graph
+    constants = {x.name for x in graph.initializer}
+    assert not [node.op_type for node in graph.node if constants.issuperset(x for x in node.input if x)]
+
+
 def test_onnxruntime_does_not_merge_the_columns_beside_the_maps_into_the_convolution(onnx_file, tmp_path):
     onnx, onnxruntime = pytest.importorskip('onnx'), pytest.importorskip('onnxruntime')
     options = onnxruntime.SessionOptions()
@@ -98,6 +108,16 @@ def test_the_matrix_form_has_no_convolution_but_the_patches():
     assert [str(node.target) for node in traced.graph.nodes].count('aten.conv2d.default') == 1
     assert (8, 24, 24) in [tuple(x.shape) for x in traced.state_dict.values()]
     assert_equal(model, traced.module(), 3, (32, 48))
+
+
+def test_no_weights_of_aft_axial_are_repeated_for_images_or_maps_which_opencv_does_wrongly():
+    model = make('aft_axial_tiny')
+    shape = choose_shape(model, (32, 48), fixed_size=True)
+    traced = program.trace(program.fold(model, shape), shape)
+    products = [node for node in traced.graph.nodes if str(node.target) == 'aten.matmul.default']
+    shapes = [[tuple(x.meta['val'].shape) for x in node.args] for node in products]
+    assert shapes
+    assert all(left[:-2] == right[:-2] for left, right in shapes)
 
 
 @torch.no_grad()
@@ -163,6 +183,15 @@ def test_a_fixed_batch_takes_no_other(tmp_path):
     assert_equal(model, run, 2, (32, 32))
     with pytest.raises(AssertionError, match=r'x\.size\(\)\[0\] == 2'):
         run(images(3, 32, 32))
+
+
+@pytest.mark.parametrize('name', ['aft_conv_tiny', 'aft_full_tiny'])
+def test_torch_writes_a_model_that_was_not_made_exportable_to_onnx_in_its_own_operators(name: str, tmp_path):
+    for package in ('onnxruntime', 'onnxscript'):
+        pytest.importorskip(package)
+    model, path = make(name), tmp_path / 'model.onnx'
+    torch.onnx.export(model, (images(2, 32, 32),), path, dynamo=True, verbose=False)
+    assert_equal(model, onnx_runner(path), 2, (32, 32))
 
 
 def test_a_model_is_left_as_it_was():
@@ -294,6 +323,13 @@ def test_an_onnx_file_names_its_axes(onnx_file):
     axes = [[x.dim_param or x.dim_value for x in y.type.tensor_type.shape.dim] for y in (*graph.input, *graph.output)]
     assert axes == [['batch', 3, 'height', 'width'], ['batch', 5]]
     assert graph.input[0].name == 'images'
+
+
+def test_an_onnx_file_has_no_other_names_of_its_axes_with_which_tract_would_compare_sizes(onnx_file):
+    onnx = pytest.importorskip('onnx')
+    shapes = [value.type.tensor_type.shape.dim for value in onnx.load(onnx_file[0]).graph.value_info]
+    assert shapes
+    assert all(axis.HasField('dim_value') for shape in shapes for axis in shape)
 
 
 @pytest.mark.parametrize('size', [(70, 64), (64, 70), (33, 32), (7, 32)], ids=str)

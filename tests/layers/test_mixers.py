@@ -649,6 +649,16 @@ def test_the_exportable_form_gives_the_same(name: str):
     assert_close(exportable(x, GRID, mask), mixer(x, GRID, mask), 1e-12)
 
 
+@pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv', 'conv_gumbel', 'axial', 'axial_resampled'])
+def test_the_exportable_form_has_no_clamp_with_one_bound_for_which_pnnx_writes_what_ncnn_cannot_load(name: str):
+    with timm.layers.set_exportable(True):
+        mixer = randomized(MAKERS[name]()).eval()
+    graph = torch.export.export(mixer, (randn(2, 12, 8).float(), GRID)).graph
+    clamps = [node for node in graph.nodes if 'clamp' in str(node.target)]
+    assert clamps
+    assert all(None not in node.args and len(node.args) == 3 for node in clamps)
+
+
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('name', ['full', 'local', 'simple', 'conv', 'onehot', 'axial'])
 def test_the_exportable_form_keeps_its_exponentials_in_float32(name: str, dtype: torch.dtype):

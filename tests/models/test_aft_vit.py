@@ -347,6 +347,17 @@ def test_a_checkpoint_of_another_size_is_resampled(kwargs: dict[str, Any]):
     assert_close(target(images(96, 128)), source(images(96, 128)), 1e-5)
 
 
+@pytest.mark.parametrize('size', [dict(img_size=(96, 128)), dict(img_size=80, patch_size=8)], ids=str)
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+def test_what_a_checkpoint_in_half_precision_is_resampled_to_is_not_rounded(dtype: torch.dtype, size: dict[str, Any]):
+    source, target = make('aft_full_tiny', img_size=160).to(dtype), make('aft_full_tiny', **size)
+    found = checkpoint_filter_fn(source.state_dict(), target)
+    expected = checkpoint_filter_fn(source.float().state_dict(), target)
+    assert expected.keys() == found.keys()
+    for name, x in expected.items():
+        assert torch.equal(found[name].float(), x), name
+
+
 def test_weights_of_the_models_own_grid_are_not_resampled_by_the_default_size_of_its_name(tmp_path):
     size = dict(depth=1, num_classes=3, img_size=(112, 448))
     source = timm.create_model('aft_full_tiny', **size)

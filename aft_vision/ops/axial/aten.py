@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.common.graph import head_terms, mix_heads
+from aft_vision.ops.common.graph import finite, head_terms, mix_heads
 from aft_vision.ops.common.numerics import accumulate_dtype
 
 
@@ -19,11 +19,12 @@ def aft_axial(
 ) -> Tensor:
     """`ops.aft_axial` in aten: one product along columns and one along rows, for every grid."""
     rows, columns = axis_weights(row_bias, grid[0]), axis_weights(column_bias, grid[1])
-    x = head_terms(k, v, row_bias.shape[0], mask)  # (B, T, h, c + 1)
-    maps = x.permute(0, 2, 3, 1).unflatten(3, (grid[0], grid[1]))  # (B, h, c + 1, H, W)
-    rows, columns = (w.to(x.dtype).unsqueeze(1) for w in (rows, columns))
-    y = rows @ (maps @ columns.transpose(2, 3))
-    return mix_heads(q, v, y.flatten(3).permute(0, 3, 1, 2))
+    # The heads first, so that no weights are repeated: OpenCV repeats constants wrongly.
+    x = head_terms(k, v, row_bias.shape[0], mask).permute(2, 1, 0, 3)  # (h, T, B, c + 1)
+    y = rows.to(x.dtype) @ x.unflatten(1, (grid[0], grid[1])).flatten(2)  # (h, H, W B (c + 1))
+    y = columns.to(x.dtype) @ y.unflatten(2, (grid[1], -1)).transpose(1, 2).flatten(2)  # (h, W, H B (c + 1))
+    y = y.unflatten(2, (grid[0], *x.shape[2:])).permute(3, 2, 1, 0, 4)  # (B, H, W, h, c + 1)
+    return mix_heads(q, v, y.flatten(1, 2))
 
 
 def axis_weights(bias: Tensor, length: int) -> Tensor:
@@ -41,4 +42,4 @@ def axis_weights(bias: Tensor, length: int) -> Tensor:
     # Two zeros around the bias stand for all that lies beyond, so that one graph serves every length.
     offset = (place - place.unsqueeze(1)).clamp(-reach, reach) + reach
     logits = F.pad(bias.to(accumulate_dtype(bias)), (1, 1))[:, offset]
-    return torch.exp(logits - logits.amax(dim=2, keepdim=True).clamp_min(torch.finfo(logits.dtype).min))
+    return torch.exp(logits - finite(logits.amax(dim=2, keepdim=True)))

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aft_vision.ops.common.graph import TINY, head_terms, key_weights, mix_heads
+from aft_vision.ops.common.graph import TINY, at_least, finite, head_terms, key_weights, mix_heads
 from aft_vision.ops.common.numerics import accumulate_dtype, gated, masked_values
 from aft_vision.ops.conv.onehot import onehot_means
 
@@ -76,7 +76,7 @@ def conv_means(
     num, num_outside = _convolve(weighted, taps.repeat(channels, 1, 1), outside.repeat(channels), grid)
     den, den_outside = _convolve(ek, taps, outside, grid)
     # Where the two cancel, less than the rounding of the sum is no information.
-    least = (torch.finfo(ek.dtype).eps * den_outside).clamp_min(TINY)
+    least = at_least(torch.finfo(ek.dtype).eps * den_outside, TINY)
     num, den = (num + num_outside).unflatten(2, (channels, heads)), torch.maximum(den + den_outside, least)
     return (num / den.unsqueeze(2)).flatten(2)
 
@@ -124,10 +124,10 @@ def aft_onehot(
 
 def _reference(kernel: Tensor, global_context: bool) -> tuple[Tensor, Tensor]:
     # The largest bias of each head, and the weight outside its window relative to that: (h, 1, 1) each.
-    reference = kernel.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(kernel.dtype).min)
+    reference = finite(kernel.amax(dim=(1, 2), keepdim=True))
     if not global_context:
         return reference, torch.zeros_like(reference)
-    reference = reference.clamp_min(0.0)
+    reference = at_least(reference, 0.0)
     return reference, torch.exp(-reference)
 
 

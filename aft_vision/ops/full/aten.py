@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from aft_vision.ops.common.graph import key_weights, ratio
+from aft_vision.ops.common.graph import finite, key_weights, ratio
 from aft_vision.ops.common.numerics import accumulate_dtype, gated, masked_values
 
 
@@ -22,7 +22,7 @@ def full_weights(bias: Tensor) -> Tensor:
         (T, T).
     """
     bias = bias.to(accumulate_dtype(bias))
-    return torch.exp(bias - bias.amax(dim=1, keepdim=True).clamp_min(torch.finfo(bias.dtype).min))
+    return torch.exp(bias - finite(bias.amax(dim=1, keepdim=True)))
 
 
 def mix_full(q: Tensor | None, k: Tensor, v: Tensor, weights: Tensor, mask: Tensor | None = None) -> Tensor:
