@@ -42,6 +42,11 @@ bool has_tiles() {
 #endif
 }
 
+// Out of the way of the loops that check.
+[[noreturn, gnu::cold, gnu::noinline]] void refuse_rows() {
+  throw std::logic_error("a product writes more rows than its buffer has");
+}
+
 // A buffer of sums, from a place in it on: rows that are `row` floats apart.
 struct Sums {
   float *data;
@@ -56,8 +61,7 @@ struct Sums {
 
   // Throw an exception if a product writes more rows than there are.
   void check(int64_t written) const {
-    if (__builtin_expect(written > rows, false))
-      throw std::logic_error("a product writes more rows than its buffer has");
+    if (__builtin_expect(written > rows, false)) refuse_rows();
   }
 };
 
