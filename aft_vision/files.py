@@ -99,8 +99,8 @@ def keeping_rows(path: str | Path) -> Iterator[Callable[[Any], None]]:
     The lines are in `PATH.part`, which replaces `path` at the end; after an error it stays if it has any. A pipe or a
     terminal is written to itself. Bytes of names that are not UTF-8 are escaped as JSON allows.
     """
-    place, rows = Path(os.path.realpath(path)), 0
-    is_file = place.is_file() or not place.exists()
+    is_file, rows = Path(path).is_file() or not Path(path).exists(), 0
+    place = Path(os.path.realpath(path)) if is_file else Path(path)
     part = place.with_name(f'{place.name}.part') if is_file else place
 
     def write(row: Any) -> None:

@@ -152,7 +152,9 @@ def _start_model(config: Config, weights: Weights | None, class_names: Sequence[
     model = _build_with_weights(config, len(class_names), weights, reset_head=is_new)
     if said:
         print_once(said)
-    if is_new and weights is None:
+    # With another number of classes timm has built a new one.
+    kept = model.pretrained_cfg.get('num_classes') == len(class_names)
+    if is_new and weights is None and (kept or config.run.reset_head):
         model.reset_classifier(len(class_names))
     if places is not None:
         names = model.pretrained_cfg['classifier']

@@ -114,10 +114,13 @@ def sort_validation(folder: Path, labels: Labels) -> int:
     for name, path in paths.items():
         (folder / class_of[name]).mkdir(exist_ok=True)
         path.rename(folder / class_of[name] / name)
-    # An empty folder would be a class without images.
+    # An empty folder would be a class without images; one with hidden files alone, of a file manager, is hidden.
     for emptied in {path.parent for path in paths.values()} - {folder}:
-        if not any(emptied.iterdir()):
+        left = [path.name for path in emptied.iterdir()]
+        if not left:
             emptied.rmdir()
+        elif all(name.startswith('.') or name == 'Thumbs.db' for name in left):
+            emptied.rename(emptied.with_name(f'.{emptied.name}'))
     return _count(folder, class_of)
 
 

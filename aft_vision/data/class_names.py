@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
@@ -19,7 +20,7 @@ def normal_name(name: str) -> str:
 
 
 def match_classes(trained: Sequence[str], wanted: Sequence[str]) -> list[int | None]:
-    """Return the place among trained classes of each wanted one, None for another class.
+    """Return the place among trained classes of each wanted one, None for another class; no place is that of two.
 
     Accents count in either form of Unicode. A synset of ImageNet (n01440764) is the same class as its words (`tench,
     Tinca tinca`), the first of them, and that with the synset (`crane (n03126707)`), which are also equal to each other
@@ -34,8 +35,22 @@ def match_classes(trained: Sequence[str], wanted: Sequence[str]) -> list[int | N
             for name, places in zip(wanted, found, strict=True)
         ]
     # Some words are those of two classes, such as crane, which their place tells apart.
-    own = [[index] if index in places else places for index, places in enumerate(found)]
-    return [places[0] if len(places) == 1 else None for places in own]
+    if len(trained) == len(wanted):
+        found = [[index] if index in places else places for index, places in enumerate(found)]
+    claims = Counter(places[0] for places in found if len(places) == 1)
+    return [
+        places[0]
+        if len(places) == 1 and (claims[places[0]] == 1 or _is_own(trained, wanted, places[0], index))
+        else None
+        for index, places in enumerate(found)
+    ]
+
+
+def _is_own(trained: Sequence[str], wanted: Sequence[str], place: int, index: int) -> bool:
+    # Of several wanted classes that a place may be, the one of its name, else the one at its place.
+    names = [normal_name(name) for name in wanted]
+    named = normal_name(trained[place])
+    return names.index(named) == index if named in names else len(trained) == len(wanted) and place == index
 
 
 def _places(keys: Sequence[Sequence[str]]) -> dict[str, list[int]]:

@@ -151,9 +151,10 @@ def test_nodes_that_resume_from_different_checkpoints_are_told_so(nodes, whole, 
     (earlier / 'last.pth').unlink()
     arguments = [[f'run.dir={tmp_path / "run"}', f'run.resume={folder}'] for folder in (whole, earlier)]
     assert codes(start_tasks(nodes, whole / 'config.yaml', arguments, None, log)) == [1, 1]
-    # After both the same updates, but only one after the evaluation of the last epoch.
-    for process, (epoch, folder) in enumerate([(2, whole), (1, earlier)]):
-        expected = f'process {process} has epoch {epoch}, update 6; run.resume={folder} must be the same on all nodes'
+    # The checkpoint before the last one is of an earlier update.
+    for process, (epoch, update, folder) in enumerate([(2, 6, whole), (1, 5, earlier)]):
+        place = f'epoch {epoch}, update {update}; run.resume={folder}'
+        expected = f'process {process} has {place} must be the same on all nodes'
         assert expected in log.read_text()
 
 
