@@ -74,6 +74,12 @@ class Saver:
         save_checkpoint(content, self.folder / LAST, keep=1 if updates == self.saved_updates else self.keep)
         self.saved_updates = updates
 
+    def withdraw_last(self, state: TrainState) -> None:
+        """Put the checkpoint before the latest one in its place, if one is kept: a run would stop there again."""
+        before = older(self.folder / LAST, 1)
+        if state.world.is_primary and before.exists():
+            os.replace(before, self.folder / LAST)
+
     def save_best(self, state: TrainState, weights: dict[str, torch.Tensor], averaged: bool) -> None:
         """Write the best weights so far, without the training state."""
         if not state.world.is_primary:

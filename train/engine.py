@@ -227,7 +227,11 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
                 reached.restart_epoch()
                 state.set_rate()
             due = spent or reached.epoch % loop.eval_every == 0 or reached.epoch == loop.epochs
-            evaluated = _evaluate(state, loaders.validation if due else None)
+            try:
+                evaluated = _evaluate(state, loaders.validation if due else None)
+            except FloatingPointError:
+                saver.withdraw_last(state)
+                raise
             row = {f'train_{name}': value for name, value in trained.items()}
             reached.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
             _keep_best(state, evaluated, saver)
@@ -297,7 +301,7 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
     if not math.isfinite(found['loss']):
         raise FloatingPointError(
             f'expected a finite validation loss, got {found["loss"]} after epoch {state.progress.epoch}; '
-            f'last.pth has its weights, last-1.pth those before; {REMEDY}'
+            f'the checkpoints are those before it, as far as run.keep goes back; {REMEDY}'
         )
     return found
 

@@ -519,6 +519,20 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert not (tmp_path / 'best.pth').exists()
 
 
+def test_weights_whose_validation_loss_is_not_finite_replace_no_checkpoint(tmp_path, monkeypatch):
+    original, calls = pkgutil.resolve_name('train.engine.evaluate_all'), itertools.count(1)
+
+    def evaluate(*args, **kwargs):
+        found = original(*args, **kwargs)
+        return [{**each, 'loss': math.nan} for each in found] if next(calls) == 2 else found
+
+    monkeypatch.setattr('train.engine.evaluate_all', evaluate)
+    state = make_state()
+    with pytest.raises(FloatingPointError, match='a finite validation loss, got nan after epoch 2'):
+        run(state, tmp_path)
+    assert torch.load(tmp_path / 'last.pth', weights_only=True)['epoch'] == 1
+
+
 @pytest.mark.parametrize('epoch', [1, 4])
 @pytest.mark.parametrize('fails', ['train.engine.evaluate_all', 'train.log.update_summary', 'tqdm.tqdm.write'])
 def test_an_epoch_is_saved_before_what_may_fail_after_it_and_gone_on_with_exactly(fails, epoch, tmp_path, monkeypatch):
