@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 BEST, LAST = 'best.pth', 'last.pth'
 
@@ -103,20 +103,26 @@ def keeping_rows(path: str | Path) -> Iterator[Callable[[Any], None]]:
     place = Path(os.path.realpath(path)) if is_file else Path(path)
     part = place.with_name(f'{place.name}.part') if is_file else place
 
+    file: TextIO | None = None
+
+    def open_part() -> TextIO:
+        return stack.enter_context(part.open('w', encoding='utf-8', errors='backslashreplace'))
+
     def write(row: Any) -> None:
-        nonlocal rows
+        # That of an earlier run stays until there is a row.
+        nonlocal file, rows
+        file = file or open_part()
         print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
         rows += 1
 
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with part.open('w', encoding='utf-8', errors='backslashreplace') as file:
+        with contextlib.ExitStack() as stack:
             yield write
+            file = file or open_part()
     except BaseException:
         if is_file and rows:
             _logger.warning('the rows that were done are in %s: %d', part, rows)
-        elif is_file:
-            part.unlink(missing_ok=True)
         raise
     if is_file:
         with replacing(place) as whole:

@@ -81,6 +81,11 @@ def test_an_error_between_rows_leaves_the_earlier_result_and_those_that_were_don
     assert path.read_text() == 'earlier'
     assert part.exists() == (done > 0) == (f'{part}: 1' in caplog.text)
     assert not done or part.read_text() == '"é"\n'
+    # An error before the first row of another try leaves them.
+    done, before = 0, part.exists()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert part.exists() is before
 
 
 def test_a_name_that_is_not_utf_8_is_a_row_that_json_reads(tmp_path: Path):

@@ -187,10 +187,10 @@ def _epoch_metrics(state: TrainState) -> dict[str, float]:
 def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True) -> TrainState:
     """Train to the last epoch; write the log, `last.pth` after each epoch and `best.pth` after the best.
 
-    `last.pth` is written before each evaluation too, and when a training image cannot be read, so that neither loses an
-    update. A restored state continues where it was saved, except for streamed data sets, which can only be read from
-    the start of an epoch. On Ctrl-C, SIGTERM and SIGUSR1 the update or the evaluation is finished and the state saved;
-    a second Ctrl-C ends the run immediately.
+    `last.pth` is written before each evaluation too, and when the first process cannot read a training image, so that
+    neither loses an update. A restored state continues where it was saved, except for streamed data sets, which can
+    only be read from the start of an epoch. On Ctrl-C, SIGTERM and SIGUSR1 the update or the evaluation is finished and
+    the state saved; a second Ctrl-C ends the run immediately.
 
     Raises:
         SystemExit: one of these signals was received; the code is 128 plus its number.

@@ -50,6 +50,7 @@ from aft_vision.data.layout import (
     find_split_places,
     find_top,
     missing_split,
+    report_unread,
     unwrap,
 )
 from aft_vision.data.ranges import check_ranges, within
@@ -267,6 +268,8 @@ def _open_any(source: Source, wanted: Sequence[str], seed: int, is_training: boo
         raise ValueError(f'expected a folder or tar file of class folders without splits, got {root}')
     else:
         place = find_split(root, names, SUFFIXES)
+        if is_training and source.val_share is not None:
+            report_unread(place)
         split = OPENERS[place.suffix if place.is_file() else ''](place, source.num_classes)
     _check_count(source.num_classes, split.class_names, place)
     return split
@@ -284,7 +287,8 @@ def _open_folder(folder: Path, undivided: bool = False) -> Split:
         raise ValueError(f'expected one folder per class in {folder}, got {flat}')
     check_sorted(folder, class_folders)
     places = {each: PurePosixPath(each).relative_to(folder) for each in set(map(os.path.dirname, paths))}
-    if (inner := unwrap(PurePosixPath(), places.values(), class_folders)).parts:
+    split = None if undivided else folder.name
+    if (inner := unwrap(PurePosixPath(), places.values(), class_folders, split)).parts:
         return _open_folder(folder / inner, undivided)
     if undivided:
         check_no_splits(folder, places.values())
@@ -310,7 +314,15 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     tops = {find_top(places.values())} if undivided else find_split_places(places.values(), wanted or ())
     if not tops:
         raise missing_split(f'folder {" or ".join(wanted or ())} of class folders', path, wanted or (), places.values())
-    tops = {unwrap(top, places.values(), [each.name for each in shown if each.parent == top != each]) for top in tops}
+    tops = {
+        unwrap(
+            top,
+            places.values(),
+            [each.name for each in shown if each.parent == top != each],
+            None if undivided else top.name,
+        )
+        for top in tops
+    }
     if whole is not None and undivided:
         check_no_splits(path, [place.relative_to(*tops) for place in places.values()])
     # For each folder the name of its class folder, '' in none of them, None outside the split.

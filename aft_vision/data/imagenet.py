@@ -140,7 +140,6 @@ def create_loaders(
     shard = shard or Shard()
     source = _divided(as_source(source), shard)
     sizes = train_size if isinstance(train_size, SizeSchedule) else SizeSchedule((train_size,))
-    evaluation = evaluation or Preprocessing(sizes.sizes[-1])
     images = shard.micro_batch_size(batch_size)
     train = open_train_split(source, seed=seed)
     validation = open_eval_split(source)
@@ -148,7 +147,7 @@ def create_loaders(
     if shard.rank == 0:
         _warn(source, train, validation)
         _warn_of_small_classes(train, balanced)
-    read = _Reading(evaluation, num_workers, torch.device(device))
+    read = _Reading(evaluation or Preprocessing(sizes.sizes[-1]), num_workers, torch.device(device))
     return Loaders(
         _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, shard, read, balanced),
         _eval_loader(validation, eval_batch_size or images, shard, read),

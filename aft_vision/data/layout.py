@@ -89,9 +89,20 @@ def _is_class(folder: Path) -> bool:
 
     A flat split, whose images have no classes, has no such folder next to it.
     """
-    others = set(_folders(folder.parent)) - {folder.name} if _is_flat(folder) else ()
-    splits = {*TRAIN_SPLITS, *EVAL_SPLITS}
-    return any(_is_flat(folder.with_name(name)) for name in others if name.lower() not in splits)
+    return _is_flat(folder) and any(map(_is_flat, _others(folder)))
+
+
+def _others(split: Path) -> list[Path]:
+    """Return the folders next to a split that do not have the name of one."""
+    names = set(_folders(split.parent)) - {split.name}
+    return [split.with_name(name) for name in sorted(names) if name.lower() not in {*TRAIN_SPLITS, *EVAL_SPLITS}]
+
+
+def report_unread(split: Path) -> None:
+    """Log the folders next to the only split that may be classes too: it may be one itself, with the name of a split."""
+    unread = [folder.name for folder in _others(split) if _folders(folder) or _is_flat(folder)]
+    if unread:
+        _logger.warning('%s is read, and not %s next to it', split, few(unread))
 
 
 def _is_flat(folder: Path) -> bool:
@@ -177,17 +188,22 @@ def find_top(places: Collection[PurePosixPath]) -> PurePosixPath:
     return top.parent if set(places) == {top} else top
 
 
-def unwrap(top: PurePosixPath, places: Iterable[PurePosixPath], folders: Iterable[str]) -> PurePosixPath:
+def unwrap(
+    top: PurePosixPath, places: Iterable[PurePosixPath], folders: Iterable[str], split: str | None
+) -> PurePosixPath:
     """Return the folder of class folders at or below `top`: an only folder that has only folders wraps them.
 
     Args:
         places: The folders with images.
         folders: Names of the folders in `top`.
+        split: The name of `top` if it is a split, whose wrapper has the same name: another only folder is a class.
     """
     below = [place for place in places if top in (place, *place.parents)]
     inner = find_top(below) if below else top
     names = {*folders, *(place.relative_to(top).parts[0] for place in below if place != top)}
-    return inner if len(names) == 1 and top in inner.parents else top
+    removed = inner.relative_to(top).parts if top in inner.parents else ()
+    is_wrapper = split is None or all(name.lower() == split.lower() for name in removed)
+    return inner if len(names) == 1 and removed and is_wrapper else top
 
 
 def class_folder(place: PurePosixPath, tops: Collection[PurePosixPath]) -> str | None:

@@ -234,6 +234,21 @@ def test_a_folder_in_which_the_data_set_lies_is_opened(tmp_path, as_tar):
     assert open_both(divided) == (['a', 'b'], 2, ['a', 'b'], 2)
 
 
+@AS_TAR
+def test_the_only_folder_of_a_split_is_a_class_unless_it_has_the_name_of_the_split(tmp_path, as_tar):
+    layout(tmp_path / 'images', 'train/cat/a/0.png', 'train/cat/b/0.png', 'val/cat/0.png', 'val/cat/1.png')
+    root = make_tar(tmp_path / 'images.tar', tmp_path / 'images') if as_tar else tmp_path / 'images'
+    assert open_both(root) == (['cat'], 2, ['cat'], 2)
+
+
+def test_folders_that_are_not_read_next_to_the_only_split_are_named(tmp_path, caplog):
+    layout(
+        tmp_path, *(f'{name}/{kind}/{i}.png' for name in ('bus', 'train') for kind in ('red', 'blue') for i in (0, 1))
+    )
+    assert open_train_split(Source(dir=str(tmp_path), val_share=0.5)).class_names == ['blue', 'red']
+    assert 'train is read, and not bus next to it' in caplog.text
+
+
 def test_a_split_in_two_forms_is_named(tmp_path, caplog):
     folder = make_folder(tmp_path, {'val': ['a']})
     make_tar(tmp_path / 'val.tar', folder / 'val')

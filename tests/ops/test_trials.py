@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cpp, pytest.mark.usefixtures('compiled')]
 
 @pytest.fixture(autouse=True)
 def own_library(compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Open the library anew in a test, with records in a folder of its own, and as it was after it."""
+    """Open the library again in a test, with records in a folder of its own, and as it was after it."""
     monkeypatch.setattr(trials, 'library_folder', lambda: tmp_path)
     cpp._forget_library()
     yield
