@@ -99,7 +99,7 @@ def _others(split: Path) -> list[Path]:
 
 
 def report_unread(split: Path) -> None:
-    """Log the folders next to the only split that may be classes too: it may be one itself, with the name of a split."""
+    """Log the folders next to the only split that may be classes: it may be one itself, with the name of a split."""
     unread = [folder.name for folder in _others(split) if _folders(folder) or _is_flat(folder)]
     if unread:
         _logger.warning('%s is read, and not %s next to it', split, few(unread))
