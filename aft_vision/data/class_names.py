@@ -10,8 +10,6 @@ from timm.data import ImageNetInfo
 
 # Alone, or after the words of two classes.
 SYNSET = re.compile(r'(?:^|\()(n\d{8})\)?$')
-# Names that a message lists.
-MAX_LISTED = 3
 
 
 def normal_name(name: str) -> str:
@@ -62,9 +60,9 @@ def _places(keys: Sequence[Sequence[str]]) -> dict[str, list[int]]:
     return found
 
 
-def list_names(names: Sequence[str]) -> str:
-    """Return a few names for a message."""
-    return ', '.join(names[:MAX_LISTED]) + (f' and {len(names) - MAX_LISTED} more' if len(names) > MAX_LISTED else '')
+def list_names(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names of a list, and how many more there are."""
+    return ', '.join(names[:most]) + (f' and {len(names) - most} more' if len(names) > most else '')
 
 
 def _synsets_of(name: str) -> list[str]:

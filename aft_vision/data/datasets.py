@@ -22,7 +22,7 @@ from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.bytes import PACKED
 from aft_vision.data.checked import CheckedDataset, CheckedImageDataset, CheckedSubset, TorchvisionDataset, shared_flags
-from aft_vision.data.class_names import match_classes, normal_name
+from aft_vision.data.class_names import list_names, match_classes, normal_name
 from aft_vision.data.images import (
     HIDDEN,
     LOSSES,
@@ -37,6 +37,7 @@ from aft_vision.data.images import (
 )
 from aft_vision.data.layout import (
     EVAL_SPLITS,
+    MAX_LISTED,
     PREPARATION,
     TRAIN_SPLITS,
     MissingSplitError,
@@ -44,7 +45,6 @@ from aft_vision.data.layout import (
     check_no_splits,
     check_sorted,
     class_folder,
-    few,
     find_present,
     find_split,
     find_split_places,
@@ -386,7 +386,8 @@ def _make_split(
         raise ValueError(f'expected images only in the class folders of {place}, got {min(outside)}')
     without_images = sorted(set(class_folders) - {label for _, label in labelled})
     if without_images:
-        raise ValueError(f'expected images in every class folder of {place}, got none in {few(without_images)}{others}')
+        listed = list_names(without_images, MAX_LISTED)
+        raise ValueError(f'expected images in every class folder of {place}, got none in {listed}{others}')
     _check_names(class_folders, place)
     names = sorted(class_folders, key=_natural_order)
     reader = make_reader(place, names, labelled)
@@ -488,7 +489,8 @@ def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: b
     names = _known_class_names(dataset, source)
     if isinstance(dataset, DatasetFolder) and (hidden := [name for name in names if is_hidden(name)]):
         raise ValueError(
-            f'expected class folders in {dataset.root} whose names do not begin with a dot, got {few(hidden)}: remove '
+            f'expected class folders in {dataset.root} whose names do not begin with a dot, got '
+            f'{list_names(hidden, MAX_LISTED)}: remove '
             f'them, or set data.dir={source.dir} without data.name, which leaves them out'
         )
     split = Split(dataset if isinstance(dataset, CheckedDataset) else TorchvisionDataset(dataset), names)
@@ -504,7 +506,8 @@ def _open_hugging_face(reader: Any, source: Source) -> CheckedImageDataset:
         values = list(reader.dataset[key]) if key in columns else list(reader.iter_targets())
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f'expected the column {key} of {source.name}, got {few(columns)}; data.target_key names that of the class'
+            f'expected the column {key} of {source.name}, got {list_names(columns, MAX_LISTED)}; '
+            f'data.target_key names that of the class'
         ) from error
     if values and all(isinstance(value, str) for value in values):
         words = set(values)

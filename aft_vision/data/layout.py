@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from aft_vision.data.class_names import list_names
 from aft_vision.data.images import MACOS_FOLDER, image_suffixes, is_hidden
 
 # Names of splits, in any case; the first that exists is taken.
@@ -102,7 +103,7 @@ def report_unread(split: Path) -> None:
     """Log the folders next to the only split that may be classes: it may be one itself, with the name of a split."""
     unread = [folder.name for folder in _others(split) if _folders(folder) or _is_flat(folder)]
     if unread:
-        _logger.warning('%s is read, and not %s next to it', split, few(unread))
+        _logger.warning('%s is read, and not %s next to it', split, list_names(unread, MAX_LISTED))
 
 
 def _is_flat(folder: Path) -> bool:
@@ -138,7 +139,7 @@ def missing_split(
     names = sorted({place.parent.name for place in places if place.parent.name})
     classes = [name for name in wanted if any(each.lower() == name for each in found or ())]
     note = f'; {classes[0]} there has images and no folders, so it is a class' if classes else ''
-    listed = few(names if found is None else found) or 'none'
+    listed = list_names(names if found is None else found, MAX_LISTED) or 'none'
     message = f'expected a {expected} in {root}, got only {listed}{note}'
     if tuple(wanted) not in (EVAL_SPLITS, TRAIN_SPLITS):
         return ValueError(message)
@@ -229,7 +230,7 @@ def check_no_splits(root: Path, places: Iterable[PurePosixPath]) -> None:
         if twins and SIMILAR['train_split'].search(name.lower()):
             raise MissingSplitError(
                 f'expected class folders in {root}, got {name} and {twins[0]}, which look like splits: both have the '
-                f'folders {few(sorted(inner[name]))}',
+                f'folders {list_names(sorted(inner[name]), MAX_LISTED)}',
                 _remedies([name, *twins]),
             )
 
@@ -247,8 +248,3 @@ def advise_flat(paths: Sequence[str]) -> str:
     """Return what makes class folders of images without one."""
     of_imagenet = any(os.path.basename(path).startswith('ILSVRC2012_val') for path in paths)
     return PREPARATION if of_imagenet else 'move each image into a folder with the name of its class'
-
-
-def few(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
-    return ', '.join(names[:MAX_LISTED]) + (f' and {len(names) - MAX_LISTED} more' if len(names) > MAX_LISTED else '')
