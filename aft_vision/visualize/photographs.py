@@ -15,7 +15,14 @@ from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, res
 from torch import Tensor, nn
 
 from aft_vision.data.augment import crop_thin_images
-from aft_vision.data.images import CorruptImageError, Decoding, describe_ignored, find_images, open_image
+from aft_vision.data.images import (
+    CorruptImageError,
+    Decoding,
+    describe_ignored,
+    describe_skipped,
+    find_images,
+    open_image,
+)
 from aft_vision.sizes import check_channels, default_size
 from aft_vision.visualize.figure import evenly_spaced
 
@@ -61,9 +68,7 @@ class SkippedImages:
 
     def describe(self) -> str:
         """Return how many are left out, as a sentence; '' for none."""
-        count = len(self.paths)
-        named = '1 image that cannot be decoded is' if count == 1 else f'{count} images that cannot be decoded are'
-        return f'{named} left out' if count else ''
+        return describe_skipped(len(self.paths))
 
 
 def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
@@ -86,6 +91,18 @@ def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
         reason = 'which has none' if is_folder else 'which is no folder'
         raise ValueError(f'expected a folder with images, got {folder}, {reason}')
     return [files[index] for index in evenly_spaced(len(files), at_most)]
+
+
+def list_photographs(places: Sequence[Path]) -> list[Path]:
+    """Return image files, and all images below folders.
+
+    Raises:
+        ValueError: a file or folder does not exist, or a folder has no images.
+    """
+    missing = [str(path) for path in places if not path.exists()]
+    if missing:
+        raise ValueError(f'expected image files or folders, got {", ".join(missing)}, which do not exist')
+    return [file for path in places for file in (find_photographs(path, sys.maxsize) if path.is_dir() else [path])]
 
 
 def find_readable(folder: str | Path, at_most: int, skipped: SkippedImages) -> list[Path]:
