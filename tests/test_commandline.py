@@ -1,6 +1,7 @@
 """Errors of the commands: a traceback, or one line."""
 
 import ast
+import multiprocessing
 import runpy
 import subprocess
 import sys
@@ -78,6 +79,14 @@ def test_a_loading_process_that_the_system_ended_is_one_line(message, capsys):
     shown = capsys.readouterr().err
     assert shown.startswith(f'error: {message.strip()}; the system ends processes for lack of memory')
     assert shown.count('\n') == 1
+
+
+def test_a_loading_process_whose_socket_is_closed_has_ended(capsys):
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    with pytest.raises(SystemExit):
+        run_command(lambda _: ours.recv(), [])
+    assert capsys.readouterr().err.startswith('error: DataLoader worker exited (EOFError); the system ends processes')
 
 
 def test_debug_shows_the_traceback_before_the_line(capsys):
