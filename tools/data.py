@@ -79,4 +79,7 @@ def _note(line: str) -> None:
 def _advice(remedies: Mapping[str, Any]) -> str:
     if 'eval_split' in remedies:
         return f'; --split {remedies["eval_split"]} evaluates that'
-    return '; --val-share 0.1 evaluates a tenth of the training images' if remedies.keys() == {'val_share'} else ''
+    if 'train_split' in remedies or 'val_share' not in remedies:
+        return ''
+    place = f'--data {remedies["dir"]} ' if 'dir' in remedies else ''
+    return f'; {place}--val-share 0.1 evaluates a tenth of the training images'

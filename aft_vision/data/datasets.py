@@ -42,6 +42,8 @@ from aft_vision.data.layout import (
     TRAIN_SPLITS,
     MissingSplitError,
     advise_flat,
+    check_no_classes,
+    check_no_classes_in_tar,
     check_no_splits,
     check_sorted,
     class_folder,
@@ -50,7 +52,6 @@ from aft_vision.data.layout import (
     find_split_places,
     find_top,
     missing_split,
-    report_unread,
     unwrap,
 )
 from aft_vision.data.ranges import check_ranges, within
@@ -262,8 +263,8 @@ def _open_any(source: Source, wanted: Sequence[str], seed: int, is_training: boo
         raise ValueError(f'expected a folder or tar file of class folders without splits, got {root}')
     else:
         place = find_split(root, names, SUFFIXES)
-        if is_training and source.val_share is not None:
-            report_unread(place)
+        if is_whole and names == TRAIN_SPLITS and not any(find_present(root, name, SUFFIXES) for name in EVAL_SPLITS):
+            check_no_classes(place)
         split = OPENERS[place.suffix if place.is_file() else ''](place, source.num_classes)
     _check_count(source.num_classes, split.class_names, place)
     return split
@@ -308,6 +309,9 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     tops = {find_top(places.values())} if undivided else find_split_places(places.values(), wanted or ())
     if not tops:
         raise missing_split(f'folder {" or ".join(wanted or ())} of class folders', path, wanted or (), places.values())
+    is_default = whole is not None and wanted == TRAIN_SPLITS and not undivided
+    if is_default and not find_split_places(places.values(), EVAL_SPLITS):
+        check_no_classes_in_tar(path, tops, places.values())
     tops = {
         unwrap(
             top,
