@@ -109,7 +109,7 @@ from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.data import NativeShape
-from aft_vision.devices import peak_memory_mb, reset_peak_memory, resolve_device
+from aft_vision.devices import peak_memory_mb, reset_peak_memory, use_device
 from aft_vision.evaluate import evaluate_all, find_classes
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model, read_record
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         FileExistsError: the folder has such a table and --overwrite is not given.
     """
     args = parse_args(argv)
-    device = resolve_device(args.device)
+    device = use_device(args.device)
     for checkpoint in args.checkpoint:
         check_sizes(load_model(checkpoint, **args.model_arg), args)
     first = args.checkpoint[0]

@@ -45,7 +45,7 @@ import torch
 
 from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
-from aft_vision.devices import resolve_device
+from aft_vision.devices import use_device
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import build_model, did_you_mean
 from aft_vision.sizes import resize_model
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         CorruptImageError: images cannot be decoded; the classes of all others are printed first.
     """
     args = parse_args(argv)
-    device = resolve_device(args.device)
+    device = use_device(args.device)
     photographs = list_photographs(args.images)
     model = resize_model(load_model(args.checkpoint) if args.checkpoint else load_published(args.model), args.size)
     model = model.to(device).eval()

@@ -103,7 +103,7 @@ from tqdm import tqdm
 
 from aft_vision import __version__
 from aft_vision.commandline import run_command
-from aft_vision.devices import resolve_device
+from aft_vision.devices import use_device
 from aft_vision.files import find_checkpoint, replacing_output
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import draw_sizes
@@ -186,7 +186,7 @@ def sizes_section(path: Path) -> str:
 
 def draw_picture(args: argparse.Namespace) -> Any:
     """Draw the picture of --only."""
-    device = resolve_device(args.device)
+    device = use_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
     heads, layers = ([x - 1 for x in numbers] if numbers else None for numbers in (args.heads, args.layers))
     options: dict[str, Any] = dict(heads=heads, max_heads=args.max_heads)
@@ -207,7 +207,7 @@ def draw_picture(args: argparse.Namespace) -> Any:
 
 def load_report(args: argparse.Namespace, folder: Path, command: str) -> Report:
     """Load all that the report is made of."""
-    device = resolve_device(args.device)
+    device = use_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
     summary = next((path for path in (folder / 'summary.csv', folder.parent / 'summary.csv') if path.is_file()), None)
     config = summary and summary.parent / 'config.yaml'

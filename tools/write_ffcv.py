@@ -52,10 +52,10 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
+from aft_vision.cores import count_cores
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split
 from aft_vision.data.images import describe_skipped
 from aft_vision.data.layout import MissingSplitError
-from tools.machine import count_cores
 
 
 def main(argv: Sequence[str] | None = None) -> None:

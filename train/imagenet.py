@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     run_dir = find_run_dir(config.run.dir, args.config)
     if not args.eval:
         check_run_dir(run_dir, config.run.resume, config.run.overwrite)
-    with join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world:
+    run = config.run
+    with join_world(run.device, run.cpu_threads, run.timeout_minutes, args.eval) as world:
         if args.eval:
             start_first = bool(command_line_text(args.overrides, 'run.init_from'))
             checkpoint = evaluated_checkpoint(config, run_dir, start_first)

@@ -271,7 +271,7 @@ class RunConfig:
         seed: Seed of the weights, of the order of the images and of all randomness in training; in [0, 2**32).
         device: `auto` uses CUDA if available.
         cpu_threads: Threads of the model on a CPU; leave cores for the loading processes. None keeps torch's default,
-            one per core.
+            one per core, or per core of the limit of a container; evaluation leaves out the cores of other processes.
         amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
         grad_checkpointing: Recompute the activations of each block in the backward pass, to save memory.
         compile: Compile the model with torch.compile for training, once for each of `data.train_sizes`, of which there

@@ -2,7 +2,7 @@
 
 import argparse
 
-from tools.machine import count_cores
+from aft_vision.cores import count_cores
 
 OPERATORS = ('conv', 'full', 'axial', 'local_causal', 'simple', 'onehot', 'simple_causal')
 MODELS = (

@@ -36,6 +36,8 @@ from datasets import disable_progress_bars
 from transformers.utils import logging
 
 from aft_vision.commandline import run_command
+from aft_vision.cores import limit_threads
+from aft_vision.devices import resolve_device
 from aft_vision.files import write_json
 from train.checkpoint import holds_run, lock_run
 from train.config import save_config
@@ -76,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     folder = find_run_dir(config.run.dir, args.config, Path('runs') / 'fastformer')
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
+    elif resolve_device(config.run.device).type == 'cpu':
+        limit_threads(by_load=args.eval)
     if args.quiet or (argv is None and not sys.stderr.isatty()):
         logging.disable_progress_bar()
         disable_progress_bars()
