@@ -155,7 +155,8 @@ def write_onnx(path: str) -> None:
     ends = [onnx.helper.make_tensor_value_info(name, 1, ('b', 3, 'h', 'w')) for name in ('images', 'logits')]
     graph = onnx.helper.make_graph(nodes, 'pool', ends[:1], ends[1:])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid('', 18)], ir_version=10)
-    about = {'mean': [0.5] * 3, 'std': [0.5] * 3, 'interpolation': 'bicubic', 'crop_pct': 0.9, 'label_names': [*'abc']}
+    about = {'input_size': [3, 96, 96], 'mean': [0.5] * 3, 'std': [0.5] * 3, 'label_names': [*'abc']}
+    about |= {'interpolation': 'bicubic', 'crop_pct': 0.9}
     onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in about.items()})
     onnx.save(model, path)
 
