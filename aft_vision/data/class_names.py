@@ -59,8 +59,15 @@ def class_labels(model: Any) -> list[str]:
 
 
 def class_names(model: Any) -> list[str]:
-    """Return the names of a model's classes: its labels, in words where they are identifiers of WordNet."""
-    return in_words(class_labels(model))
+    """Return the names of a model's classes: its labels, as `in_words`.
+
+    Raises:
+        ValueError: it has labels of another number of classes.
+    """
+    names = in_words(class_labels(model)) if model.num_classes else []
+    if len(names) != model.num_classes:
+        raise ValueError(f'expected label_names of {model.num_classes} classes, as the model has, got {len(names)}')
+    return names
 
 
 def in_words(labels: Sequence[str]) -> list[str]:

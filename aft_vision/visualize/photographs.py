@@ -208,6 +208,4 @@ def predictions(model: Any, logits: Tensor, count: int = 5) -> list[tuple[str, f
         raise ValueError('expected a model with a classifier, got one with num_classes=0')
     chance, index = logits[0].float().softmax(0).topk(min(count, logits.shape[1]))
     names = class_names(model)
-    if len(names) != logits.shape[1]:
-        raise ValueError(f'expected label_names of {logits.shape[1]} classes, as the model has, got {len(names)}')
     return [(names[i], p) for i, p in zip(index.tolist(), chance.tolist(), strict=True)]
