@@ -80,7 +80,7 @@ SMALLER = {
     'results/native_shapes.md': {'(64, 100, 144, 196), 7, 12': '(4, 9), 2, 1'},
 }
 # Commands that are not of this repository; the first word of a line, behind variables that it sets.
-OTHERS = {'pip', 'make', 'hf', 'apt-get', 'export', 'scontrol', 'exit', '[', '...'}
+OTHERS = {'pip', 'npm', 'make', 'hf', 'apt-get', 'export', 'scontrol', 'exit', '[', '...'}
 # What the reader puts a file of their own in the place of, or what a run leaves, and what has the keys of such a file.
 PLACEHOLDERS = ('CONFIG', 'FILE', 'runs/reviews/config.yaml')
 STAND_INS = {

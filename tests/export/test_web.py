@@ -39,6 +39,12 @@ for (const { pixels, ...image } of images) {
   console.log(Buffer.from(found).toString('base64'));
 }
 """
+DROP = """
+document.querySelector('#status').textContent = 'Looking';
+const dropped = new DataTransfer();
+dropped.items.add(new File(['no image'], 'note.txt'));
+dispatchEvent(new DragEvent('drop', { dataTransfer: dropped }));
+"""
 
 
 @pytest.fixture(scope='module')
@@ -191,7 +197,6 @@ def test_a_browser_finds_the_probabilities_of_the_command(checkpoint, folder, ad
     shutil.copytree(RUNTIME / 'dist', folder / web.RUNTIME_FOLDER / 'dist', dirs_exist_ok=True)
     paths = write_photographs(tmp_path)
     expected = predict.main([*map(str, paths), '--checkpoint', str(checkpoint)])
-    (tmp_path / 'note.txt').write_text('no image')
     with Browser(tmp_path) as browser:
         browser.call('Emulation.setDeviceMetricsOverride', width=320, height=800, deviceScaleFactor=1, mobile=True)
         browser.call('Page.navigate', url=address)
@@ -204,7 +209,9 @@ def test_a_browser_finds_the_probabilities_of_the_command(checkpoint, folder, ad
             assert list(found.values()) == pytest.approx(list(likely.values()), abs=1e-5), path.name
         browser.screenshot(tmp_path / 'page.png')
         assert browser.evaluate('document.documentElement.scrollWidth') == 320
-        assert choose(browser, tmp_path / 'note.txt') == ('note.txt is no image that this browser can decode.', {})
+        browser.evaluate(DROP)
+        assert status(browser, 'Looking') == 'note.txt is no image that this browser can decode.'
+        assert browser.evaluate("document.querySelector('#result').hidden")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
