@@ -83,7 +83,10 @@ def in_words(labels: Sequence[str]) -> list[str]:
     except KeyError:
         # Not an identifier that ImageNet has.
         return list(labels)
-    return [word if words.count(word) == 1 else f'{word} ({label})' for word, label in zip(words, labels, strict=True)]
+    counts = Counter(word.lower() for word in words)
+    return [
+        word if counts[word.lower()] == 1 else f'{word} ({label})' for word, label in zip(words, labels, strict=True)
+    ]
 
 
 def _is_own(trained: Sequence[str], wanted: Sequence[str], place: int, index: int) -> bool:
