@@ -1,6 +1,7 @@
 """The page that classifies photographs in a browser: the pixels of timm, the probabilities of tools.predict."""
 
 import base64
+import contextlib
 import functools
 import json
 import shutil
@@ -144,9 +145,9 @@ def test_a_model_that_the_page_cannot_feed_is_rejected(tmp_path, change, message
     assert not (tmp_path / 'page').exists()
 
 
-@pytest.fixture
-def address(folder: Path) -> Iterator[str]:
-    """The address at which Python's own server of files shows the folder."""
+@contextlib.contextmanager
+def serve(folder: Path) -> Iterator[str]:
+    """Show a folder by Python's own server of files, and give its address."""
 
     class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -154,9 +155,11 @@ def address(folder: Path) -> Iterator[str]:
 
     server = ThreadingHTTPServer(('127.0.0.1', 0), functools.partial(Handler, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f'http://127.0.0.1:{server.server_port}/'
-    server.shutdown()
-    server.server_close()
+    try:
+        yield f'http://127.0.0.1:{server.server_port}/'
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def status(browser: Browser, before: str) -> str:
@@ -192,12 +195,24 @@ def write_photographs(folder: Path) -> list[Path]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
+def test_the_page_says_what_it_lacks(folder, tmp_path):
+    with serve(folder) as address, Browser(tmp_path) as browser:
+        browser.call('Page.navigate', url=address)
+        assert f'run "npm install {web.RUNTIME}"' in status(browser, 'Loading')
+        browser.call('Page.navigate', url=(folder / 'index.html').as_uri())
+        assert 'python -m http.server' in browser.wait_for("document.querySelector('#status')?.textContent", 30)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
 @pytest.mark.skipif(not RUNTIME.is_dir(), reason=f'needs npm install --no-save {web.RUNTIME} in the checkout')
-def test_a_browser_finds_the_probabilities_of_the_command(checkpoint, folder, address, tmp_path):
-    shutil.copytree(RUNTIME / 'dist', folder / web.RUNTIME_FOLDER / 'dist', dirs_exist_ok=True)
+def test_a_browser_finds_the_probabilities_of_the_command(checkpoint, folder, tmp_path):
+    page = shutil.copytree(folder, tmp_path / 'page')
+    (page / web.RUNTIME_FOLDER / 'dist').mkdir(parents=True)
+    for name in web.RUNTIME_FILES:
+        (page / web.RUNTIME_FOLDER / 'dist' / name).symlink_to(RUNTIME / 'dist' / name)
     paths = write_photographs(tmp_path)
     expected = predict.main([*map(str, paths), '--checkpoint', str(checkpoint)])
-    with Browser(tmp_path) as browser:
+    with serve(page) as address, Browser(tmp_path) as browser:
         browser.call('Emulation.setDeviceMetricsOverride', width=320, height=800, deviceScaleFactor=1, mobile=True)
         browser.call('Page.navigate', url=address)
         assert status(browser, 'Loading') == 'Ready.'
@@ -207,18 +222,7 @@ def test_a_browser_finds_the_probabilities_of_the_command(checkpoint, folder, ad
             likely = {each['class']: each['probability'] for each in row['classes']}
             assert list(found) == list(likely)
             assert list(found.values()) == pytest.approx(list(likely.values()), abs=1e-5), path.name
-        browser.screenshot(tmp_path / 'page.png')
         assert browser.evaluate('document.documentElement.scrollWidth') == 320
         browser.evaluate(DROP)
         assert status(browser, 'Looking') == 'note.txt is no image that this browser can decode.'
         assert browser.evaluate("document.querySelector('#result').hidden")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
-def test_the_page_says_what_it_lacks(folder, address, tmp_path):
-    shutil.rmtree(folder / 'node_modules', ignore_errors=True)
-    with Browser(tmp_path) as browser:
-        browser.call('Page.navigate', url=address)
-        assert f'run "npm install {web.RUNTIME}"' in status(browser, 'Loading')
-        browser.call('Page.navigate', url=(folder / 'index.html').as_uri())
-        assert 'python -m http.server' in browser.wait_for("document.querySelector('#status')?.textContent", 30)
