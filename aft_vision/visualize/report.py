@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from aft_vision.data.class_names import class_names
 from aft_vision.data.images import Decoding
 from aft_vision.layers import aft_mixers
 from aft_vision.sizes import default_size
@@ -36,7 +37,6 @@ from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import definitions, paragraph, picture, table
 from aft_vision.visualize.photographs import (
     SkippedImages,
-    class_names,
     load_batches,
     load_photograph,
     predictions,
