@@ -42,7 +42,7 @@ def add_license(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add --device, for `resolve_device`."""
+    """Add --device, for `use_device`."""
     parser.add_argument('--device', default='auto', help='default: CUDA if available')
 
 
