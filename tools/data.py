@@ -18,6 +18,9 @@ from aft_vision.evaluate import find_classes, known_classes
 from aft_vision.sizes import check_channels
 from tools.arguments import decoding
 
+# Flags of the images that have been named as skipped: a tool opens its data for each size.
+_named: dict[Source, torch.Tensor] = {}
+
 
 def create_data_loader(
     model: nn.Module, size: tuple[int, int] | NativeShape, args: argparse.Namespace, device: torch.device
@@ -64,6 +67,7 @@ def create_data_loader(
         except ValueError:
             raise ValueError(message) from error
         _note(f'{place} has no splits: all of it is evaluated; --val-share takes what a training held out')
+    loader.dataset.named = _named.setdefault(source, loader.dataset.named)
     classes, known = find_classes(model, class_names, place, args.match_classes == 'place'), known_classes(model) or []
     if classes is not None and len(classes) < len(known):
         _note(f'{place} has {len(classes)} of the {len(known)} classes of the model: only these are compared')

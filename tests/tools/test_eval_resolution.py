@@ -76,7 +76,7 @@ def test_each_size_has_a_peak_memory_of_its_own(run, tmp_path):
     assert run(checkpoint, '16')[0]['peak_memory_mb'] < large['peak_memory_mb']
 
 
-def test_a_chosen_split_of_another_layout_is_accepted(tmp_path):
+def test_a_chosen_split_of_another_layout_is_accepted(tmp_path, caplog):
     checkpoint = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_heads=4, kernel_size=3, num_classes=2)
     with tarfile.open(tmp_path / 'all.tar', 'w') as file:
         file.add(make_folder(tmp_path / 'images', {'extra': ['a', 'b']}), arcname='set')
@@ -84,8 +84,9 @@ def test_a_chosen_split_of_another_layout_is_accepted(tmp_path):
     arguments = ['--checkpoint', str(checkpoint), '--workers', '0', '--sizes', '32', '--split', 'extra', '--overwrite']
     (row,) = main([*arguments, '--data', str(tmp_path / 'all.tar')])
     assert row['samples'] == 4
-    (row,) = main([*arguments, '--data', str(tmp_path / 'images')])
-    assert row['samples'] == 3
+    rows = main([*arguments, '--data', str(tmp_path / 'images'), '--sizes', '32', '48'])
+    assert [row['samples'] for row in rows] == [3, 3]
+    assert caplog.text.count('a/0.png') == 1
 
 
 def test_the_crop_is_that_of_the_training_unless_told(run, tmp_path, monkeypatch):
