@@ -31,7 +31,8 @@ file.
 Prints top-1 with its standard error, top-5 of more than five classes, images/s of the forward pass and peak memory (of
 the device, or of the process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
 Several checkpoints make eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training
-size, a column per test size. Earlier results are replaced with --overwrite only.
+size, a column per test size. Earlier results are replaced with --overwrite only. Images that cannot be decoded are
+named, counted and left out.
 """
 
 import argparse

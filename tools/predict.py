@@ -13,9 +13,7 @@ decoded are named after all others, with exit status 2.
 """
 
 import argparse
-import itertools
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +49,7 @@ from aft_vision.devices import resolve_device
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import build_model, did_you_mean
 from aft_vision.sizes import resize_model
-from aft_vision.visualize import find_photographs, load_image, predictions
+from aft_vision.visualize import list_photographs, load_image, predictions
 
 
 @torch.inference_mode()
@@ -67,15 +65,12 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """
     args = parse_args(argv)
     device = resolve_device(args.device)
-    missing = [str(path) for path in args.images if not path.exists()]
-    if missing:
-        raise ValueError(f'expected image files or folders, got {", ".join(missing)}, which do not exist')
-    photographs = [find_photographs(path, sys.maxsize) if path.is_dir() else [path] for path in args.images]
+    photographs = list_photographs(args.images)
     model = resize_model(load_model(args.checkpoint) if args.checkpoint else load_published(args.model), args.size)
     model = model.to(device).eval()
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
-    for file in itertools.chain.from_iterable(photographs):
+    for file in photographs:
         try:
             images = load_image(file, model, args.size, decoding(args))
         except CorruptImageError as error:

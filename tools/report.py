@@ -7,12 +7,13 @@ python -m tools.report --checkpoint FILE_OR_DIR --only attention --images FILE -
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, of which
 --max-images are shown, evenly spaced over the sorted paths; those that cannot be decoded are named and left out. Where
-their folders are named after classes, the page has the accuracy by class, and right and wrong answers. It has the
-position biases (AFT Fig. 1, 3, 6 to 8) and how sparse they are, the average relative attention (Fig. 5), and for each
-photograph the prediction, the keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the
-biases of an earlier checkpoint are next to them; with --vit, the attention of a ViT. The curves of training are on it
-where summary.csv is next to the checkpoint, and the accuracy by image size where eval_resolution.json of
-tools.eval_resolution is and is not older. The page is one file and asks nothing of a network (needs matplotlib).
+folders are named after classes, of which the outermost counts, the page has the accuracy by class, and right and wrong
+answers. It has the position biases (AFT Fig. 1, 3, 6 to 8) and how sparse they are, the average relative attention
+(Fig. 5), and for each photograph the prediction, the keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one
+token. With --before, the biases of an earlier checkpoint are next to them; with --vit, the attention of a ViT. The
+curves of training are on it where summary.csv is next to the checkpoint, and the accuracy by image size where
+eval_resolution.json of tools.eval_resolution is and is not older. The page is one file and asks nothing of a network
+(needs matplotlib).
 
 --only writes one picture as a PNG: the position biases, or of one photograph the keys or the attention of a token, with
 the likeliest classes. A row of it is a layer and a column a head, or a channel of a model without heads. Rows, columns,
@@ -30,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import add_device, add_size, check_out, parse_positive
+from tools.arguments import add_decoding, add_device, add_size, check_out, decoding, parse_positive
 from train.command_line import CommandParser
 
 PICTURES = ('biases', 'keys', 'attention')
@@ -43,6 +44,8 @@ TAKERS = {
     'average_images': (None,),
     'accuracy_images': (None,),
     'query': (None, 'attention'),
+    'max_pixels': (None, 'keys', 'attention'),
+    'bits': (None, 'keys', 'attention'),
     'heads': PICTURES,
     'layers': PICTURES,
     'exponentiated': ('biases',),
@@ -65,6 +68,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         '--accuracy-images', type=int, default=2000, help='images that accuracy is measured on (default: 2000)'
     )
     add_size(parser)
+    add_decoding(parser)
     parser.add_argument(
         '--query', type=int, nargs=2, metavar=('ROW', 'COL'), help='token whose attention is drawn (default: centre)'
     )
@@ -190,7 +194,7 @@ def draw_picture(args: argparse.Namespace) -> Any:
         before = load_model(args.before, device) if args.before else None
         options |= dict(before=before, layers=layers, exponentiated=args.exponentiated)
         return draw_position_biases(model, **options)
-    photograph = load_photograph(args.images, model, args.size)
+    photograph = load_photograph(args.images, model, args.size, decoding(args))
     logits, found = capture_mixers(model, photograph.images.to(device))
     text = '\n'.join(f'{100 * chance:5.1f}%  {name}' for name, chance in predictions(model, logits))
     options |= dict(chosen_layers=layers, text=text)
@@ -211,10 +215,12 @@ def load_report(args: argparse.Namespace, folder: Path, command: str) -> Report:
     skipped = SkippedImages()
     return Report(
         model=model,
-        photographs=find_readable(args.images, args.max_images, skipped),
+        photographs=find_readable(args.images, args.max_images, skipped, decoding(args)),
         skipped=skipped,
         averaged=find_photographs(args.images, args.average_images),
         labelled=find_photographs(args.images, args.accuracy_images),
+        folder=args.images,
+        decoding=decoding(args),
         size=args.size,
         before=load_model(args.before, device) if args.before else None,
         vit=resize_model(load_model(args.vit, device), args.size) if args.vit else None,

@@ -58,7 +58,6 @@ from aft_vision.data.sampling import DIVISION, derive_seed
 from aft_vision.data.shards import StrictTarInfo, WebDataset, open_shards
 
 NAMED = ('torch/', 'hfds/', 'wds/')
-CAN_SKIP = ('hfds/', 'wds/')
 # The evaluation split that is all of a data set without splits.
 WHOLE = '.'
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
@@ -96,8 +95,7 @@ class Source:
             decoded at a half, a fourth or an eighth of its sides, which takes less time; any other image is an error.
         bits: Bits of the pixels that images of 16 bits use, such as 12 of many microscopes and scanners.
         on_corrupt_image: `raise` ends the run at an image that cannot be decoded, and at a shard of `wds/` that cannot
-            be read; `skip` warns of each once. Training then takes the next one, and evaluation leaves it out. Of named
-            data sets only `hfds/` and `wds/` can skip.
+            be read; `skip` warns of each once. Training then takes the next one, and evaluation leaves it out.
     """
 
     dir: str = ''
@@ -121,10 +119,6 @@ class Source:
             raise ValueError(f"on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
         if self.name.lower().startswith('torch/') and not self.dir:
             raise ValueError(f'expected the folder of {self.name}, got none')
-        if self.name and not self.name.lower().startswith(CAN_SKIP) and self.on_corrupt_image == 'skip':
-            raise ValueError(
-                f'only a folder, a tar file, {", ".join(CAN_SKIP)} can skip corrupt images, got {self.name}'
-            )
         for key in ('input_key', 'target_key', 'download'):
             if getattr(self, key) and not self.name:
                 raise ValueError(

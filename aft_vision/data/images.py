@@ -277,6 +277,12 @@ def _enters(entry: os.DirEntry[str], above: frozenset[str]) -> bool:
     return entry.is_dir() and os.path.realpath(entry.path) not in above
 
 
+def describe_skipped(count: int) -> str:
+    """Return how many images are left out, as a sentence; '' for none."""
+    named = '1 image that cannot be decoded is' if count == 1 else f'{count} images that cannot be decoded are'
+    return f'{named} left out' if count else ''
+
+
 def describe_ignored(ignored: Mapping[str, int]) -> str:
     """Describe the ignored files by kind: `3 files (2 .txt, 1 .heic)`; '' for none."""
     if not ignored:

@@ -32,6 +32,7 @@ from aft_vision.visualize.photographs import (
     class_names,
     find_photographs,
     find_readable,
+    list_photographs,
     load_batches,
     load_image,
     load_photograph,

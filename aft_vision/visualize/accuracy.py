@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from aft_vision.data.class_names import match_classes
+from aft_vision.data.images import Decoding
 from aft_vision.visualize.figure import evenly_spaced, literal, new_figure
 from aft_vision.visualize.photographs import SkippedImages, class_labels, load_batches, load_photograph
 
@@ -37,30 +39,53 @@ class LabelledPrediction(NamedTuple):
         return self.truth == self.prediction
 
 
+def label_photographs(model: Any, paths: Sequence[Path], folder: Path | None = None) -> list[int | None]:
+    """Return the class of each photograph, after which a folder is named, or None: the outermost one below `folder`.
+
+    Args:
+        folder: A folder of all of them, which may itself be named after a class; None for the parent of each.
+    """
+    labels, found = class_labels(model), list[int | None]([None] * len(paths))
+    folders = [
+        (*path.relative_to(folder or path.parent).parts[:-1], (folder or path.parent).resolve().name) for path in paths
+    ]
+    # Folders of one level together, because the number of names tells equal words of two classes apart.
+    for level in zip_longest(*folders):
+        names = sorted({name for name, place in zip(level, found, strict=True) if name and place is None})
+        places = dict(zip(names, match_classes(labels, names), strict=True))
+        found = [places.get(name) if place is None else place for name, place in zip(level, found, strict=True)]
+    return found
+
+
 @torch.no_grad()
 def predict_labelled(
     model: Any,
     paths: Sequence[Path],
     size: tuple[int, int] | None = None,
     skipped: SkippedImages | None = None,
+    folder: Path | None = None,
+    decoding: Decoding | None = None,
 ) -> list[LabelledPrediction]:
     """Classify photographs whose folders are named after classes of the model, and leave out the others.
 
     Args:
         size: (H, W) in pixels that the model sees; None is its own.
         skipped: Receives images that cannot be decoded; None makes them errors.
+        folder: As in `label_photographs`.
+        decoding: Options of reading the files; None for the default ones.
     """
-    names = sorted({path.parent.name for path in paths})
-    places = zip(names, match_classes(class_labels(model), names), strict=True)
-    index = {name: place for name, place in places if place is not None}
-    labelled = [path for path in paths if path.parent.name in index]
-    logits = [model(batch) for batch in load_batches(labelled, model, size, skipped)]
+    truths = {
+        path: truth
+        for path, truth in zip(paths, label_photographs(model, paths, folder), strict=True)
+        if truth is not None
+    }
+    labelled = list(truths)
+    logits = [model(batch) for batch in load_batches(labelled, model, size, skipped, decoding)]
     if not logits:
         return []
     probability, prediction = torch.cat(logits).float().softmax(1).max(1)
     labelled = labelled if skipped is None else skipped.kept(labelled)
-    truths = [index[path.parent.name] for path in labelled]
-    found = zip(labelled, truths, prediction.tolist(), probability.tolist(), strict=True)
+    found = zip(labelled, map(truths.__getitem__, labelled), prediction.tolist(), probability.tolist(), strict=True)
     return [LabelledPrediction(*each) for each in found]
 
 
@@ -118,13 +143,14 @@ def draw_examples(
     model: Any,
     columns: int = 6,
     size: tuple[int, int] | None = None,
+    decoding: Decoding | None = None,
 ) -> Any:
     """Draw photographs with their class above and the prediction below, a row of right ones and a row of wrong ones.
 
     Args:
         answers: At least one photograph.
         columns: Photographs of a row, evenly spaced.
-        size: As in `predict_labelled`.
+        size, decoding: As in `predict_labelled`.
 
     Returns:
         A matplotlib Figure.
@@ -140,7 +166,7 @@ def draw_examples(
             axes.set_axis_off()
         color = 'C2' if row[0].is_right else 'C3'
         for axes, each in zip(panels, row, strict=False):
-            axes.imshow(load_photograph(each.path, model, size).pixels.numpy())
+            axes.imshow(load_photograph(each.path, model, size, decoding).pixels.numpy())
             axes.set_title(f'truth: {names[each.truth]}', fontsize=9, parse_math=False)
             words = f'prediction ({100 * each.probability:.0f}%):\n{names[each.prediction]}'
             style: dict[str, Any] = dict(ha='center', va='top', fontsize=9, color=color, parse_math=False)

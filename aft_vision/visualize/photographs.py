@@ -15,7 +15,14 @@ from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, res
 from torch import Tensor, nn
 
 from aft_vision.data.augment import crop_thin_images
-from aft_vision.data.images import CorruptImageError, Decoding, describe_ignored, find_images, open_image
+from aft_vision.data.images import (
+    CorruptImageError,
+    Decoding,
+    describe_ignored,
+    describe_skipped,
+    find_images,
+    open_image,
+)
 from aft_vision.sizes import check_channels, default_size
 from aft_vision.visualize.figure import evenly_spaced
 
@@ -61,9 +68,7 @@ class SkippedImages:
 
     def describe(self) -> str:
         """Return how many are left out, as a sentence; '' for none."""
-        count = len(self.paths)
-        named = '1 image that cannot be decoded is' if count == 1 else f'{count} images that cannot be decoded are'
-        return f'{named} left out' if count else ''
+        return describe_skipped(len(self.paths))
 
 
 def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
@@ -88,7 +93,21 @@ def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
     return [files[index] for index in evenly_spaced(len(files), at_most)]
 
 
-def find_readable(folder: str | Path, at_most: int, skipped: SkippedImages) -> list[Path]:
+def list_photographs(places: Sequence[Path]) -> list[Path]:
+    """Return image files, and all images below folders.
+
+    Raises:
+        ValueError: a file or folder does not exist, or a folder has no images.
+    """
+    missing = [str(path) for path in places if not path.exists()]
+    if missing:
+        raise ValueError(f'expected image files or folders, got {", ".join(missing)}, which do not exist')
+    return [file for path in places for file in (find_photographs(path, sys.maxsize) if path.is_dir() else [path])]
+
+
+def find_readable(
+    folder: str | Path, at_most: int, skipped: SkippedImages, decoding: Decoding | None = None
+) -> list[Path]:
     """Return photographs as `find_photographs`, with the next one in place of each that cannot be decoded.
 
     Raises:
@@ -102,7 +121,7 @@ def find_readable(folder: str | Path, at_most: int, skipped: SkippedImages) -> l
             if index in chosen or files[index] in skipped.paths:
                 continue
             try:
-                open_image(files[index])
+                open_image(files[index], decoding=decoding)
             except CorruptImageError as error:
                 skipped.add(files[index], error)
                 continue
@@ -120,18 +139,21 @@ def _warn(folder: str, ignored: str) -> None:
         _logger.warning('ignored in %s, because they are hidden or no images: %s', folder, ignored)
 
 
-def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Photograph:
+def load_photograph(
+    path: str | Path, model: nn.Module, size: Sequence[int] | None = None, decoding: Decoding | None = None
+) -> Photograph:
     """Read an image as in evaluation: resized, cropped and normalised by the model's preprocessing.
 
     Args:
         size: (H, W) in pixels; None means the model's size.
+        decoding: Options of reading the file; None for the default ones.
 
     Raises:
         CorruptImageError: the file cannot be decoded.
         ValueError: the model takes images of other than 1 or 3 channels.
     """
     check_channels(model, 1, 3)
-    image, config = open_image(path), resolve_input_data_config(model)
+    image, config = open_image(path, decoding=decoding), resolve_input_data_config(model)
     height, width = default_size(model) if size is None else size
     step = max(1, DISPLAY // max(height, width))
     shown = _crop(image, config, (height * step, width * step))
@@ -174,6 +196,7 @@ def load_batches(
     model: nn.Module,
     size: Sequence[int] | None = None,
     skipped: SkippedImages | None = None,
+    decoding: Decoding | None = None,
 ) -> Iterator[Tensor]:
     """Yield images (B, C, H, W) as by `load_image`, on the device of the model, BATCH at a time.
 
@@ -185,7 +208,7 @@ def load_batches(
         batch = []
         for path in paths[start : start + BATCH]:
             try:
-                batch.append(load_image(path, model, size))
+                batch.append(load_image(path, model, size, decoding))
             except CorruptImageError as error:
                 if skipped is None:
                     raise

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from aft_vision.data.class_names import match_classes
+from aft_vision.data.images import Decoding
 from aft_vision.layers import aft_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
@@ -19,6 +19,7 @@ from aft_vision.visualize.accuracy import (
     by_class,
     draw_classes,
     draw_examples,
+    label_photographs,
     predict_labelled,
 )
 from aft_vision.visualize.attention import (
@@ -35,7 +36,6 @@ from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import definitions, paragraph, picture, table
 from aft_vision.visualize.photographs import (
     SkippedImages,
-    class_labels,
     class_names,
     load_batches,
     load_photograph,
@@ -59,6 +59,8 @@ class Report:
         photographs: Images to show with their keys, attention and predictions.
         averaged: Images for the average relative attention; if empty, it is left out.
         labelled: Images that accuracy is measured on; those whose folders are named after no class are left out.
+        folder: The folder of all images, as `label_photographs` takes it.
+        decoding: Options of reading the images; None for the default ones.
         size: (H, W) of the images in pixels; None means the model's size.
         before: The same model before some change, such as regularisation; its position biases are on the left.
         vit: A ViT whose attention is shown next to the model's.
@@ -74,6 +76,8 @@ class Report:
     photographs: Sequence[Path]
     averaged: Sequence[Path] = ()
     labelled: Sequence[Path] = ()
+    folder: Path | None = None
+    decoding: Decoding | None = None
     size: tuple[int, int] | None = None
     before: nn.Module | None = None
     vit: nn.Module | None = None
@@ -101,15 +105,14 @@ def report_sections(report: Report) -> list[Section]:
     sections = [Section('Model', partial(_model_section, report))]
     if report.history:
         sections.append(Section('Training', partial(_training_section, report)))
-    folders = sorted({path.parent.name for path in report.labelled})
-    if any(place is not None for place in match_classes(class_labels(report.model), folders)):
+    if any(place is not None for place in label_photographs(report.model, report.labelled, report.folder)):
         sections.append(Section('Accuracy', partial(_accuracy_section, report)))
     if any(mixer.evaluated_bias() is not None for mixer in aft_mixers(report.model)):
         sections.append(Section('Position biases', partial(_bias_section, report)))
     if report.averaged:
         sections.append(Section('Average relative attention', partial(_relative_section, report)))
     for path in report.photographs:
-        title = f'{_truth(report.model, path) or path.parent.name}/{path.name}'
+        title = f'{_truth(report, path) or path.parent.name}/{path.name}'
         sections.append(Section(title, partial(_photograph_section, report, path)))
     return sections
 
@@ -146,7 +149,9 @@ def _training_section(report: Report) -> str:
 
 def _accuracy_section(report: Report) -> str:
     names = class_names(report.model)
-    answers = predict_labelled(report.model, report.labelled, report.size, report.skipped)
+    answers = predict_labelled(
+        report.model, report.labelled, report.size, report.skipped, report.folder, report.decoding
+    )
     if not answers:
         return paragraph(f'{report.skipped.describe()}.')
     right = sum(each.is_right for each in answers)
@@ -171,7 +176,13 @@ def _accuracy_section(report: Report) -> str:
         parts.append(picture(figure_png(draw_classes(classes, by, share)), alt))
     alt = f'Right predictions above, wrong ones below, with the class of each image, of {len(answers)} images'
     caption = 'Evenly spaced over the right answers (above) and the wrong ones (below); percent is the probability.'
-    parts.append(picture(figure_png(draw_examples(answers, names, report.model, size=report.size)), alt, caption))
+    parts.append(
+        picture(
+            figure_png(draw_examples(answers, names, report.model, size=report.size, decoding=report.decoding)),
+            alt,
+            caption,
+        )
+    )
     return ''.join(parts)
 
 
@@ -220,7 +231,7 @@ def _relative_section(report: Report) -> str:
             name = _name(model) if _name(model) not in maps else f'{_name(model)} (this one)'
             heads[name] = evenly_spaced(attention_heads(model), max(1, left if model is report.model else left // 2))
             maps[name] = relative_attention(
-                model, load_batches(report.averaged, model, size, report.skipped), heads[name]
+                model, load_batches(report.averaged, model, size, report.skipped, report.decoding), heads[name]
             )
             left -= len(heads[name])
     words = paragraph(
@@ -233,7 +244,7 @@ def _relative_section(report: Report) -> str:
 
 
 def _photograph_section(report: Report, path: Path) -> str:
-    photograph = load_photograph(path, report.model, report.size)
+    photograph = load_photograph(path, report.model, report.size, report.decoding)
     logits, layers = capture_mixers(report.model, photograph.images.to(next(report.model.parameters()).device))
     top = predictions(report.model, logits)
     height, width = layers[0].grid
@@ -241,7 +252,7 @@ def _photograph_section(report: Report, path: Path) -> str:
     keys = draw_key_maps(photograph, layers, max_heads=report.max_heads)
     weights = draw_attention(photograph, report.model, query, max_heads=report.max_heads)
     place = f'row {query[0] + 1}, column {query[1] + 1}'
-    truth = _truth(report.model, path)
+    truth = _truth(report, path)
     return (
         table(
             f'Prediction, truth: {truth}' if truth else 'Prediction',
@@ -258,10 +269,10 @@ def _photograph_section(report: Report, path: Path) -> str:
     )
 
 
-def _truth(model: nn.Module, path: Path) -> str | None:
-    """Return the name of the class that the folder of a photograph is named after, or None."""
-    (place,) = match_classes(class_labels(model), [path.parent.name])
-    return None if place is None else class_names(model)[place]
+def _truth(report: Report, path: Path) -> str | None:
+    """Return the name of the class that a folder of a photograph is named after, or None."""
+    (place,) = label_photographs(report.model, [path], report.folder)
+    return None if place is None else class_names(report.model)[place]
 
 
 def _name(model: Any) -> str:

@@ -84,7 +84,7 @@ def test_a_chosen_split_of_another_layout_is_accepted(tmp_path):
     arguments = ['--checkpoint', str(checkpoint), '--workers', '0', '--sizes', '32', '--split', 'extra', '--overwrite']
     (row,) = main([*arguments, '--data', str(tmp_path / 'all.tar')])
     assert row['samples'] == 4
-    (row,) = main([*arguments, '--data', str(tmp_path / 'images'), '--skip-corrupt'])
+    (row,) = main([*arguments, '--data', str(tmp_path / 'images')])
     assert row['samples'] == 3
 
 

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from PIL import Image, ImageChops
 
 from aft_vision import __version__
+from aft_vision.data import CorruptImageError
 from aft_vision.visualize import report_sections
 from tools.report import main, read_config, recorded_facts
 
@@ -189,6 +190,24 @@ def test_images_that_cannot_be_decoded_are_named_once_counted_and_left_out(tmp_p
     assert [caplog.text.count(name) for name in ('a/0.png', 'b/1.png')] == [1, 1]
 
 
+def test_photographs_deeper_than_their_class_folder_have_its_class(tmp_path):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    images = make_folder(tmp_path, {'images/a': ['images'], 'images/b': ['images']}, images=2) / 'images'
+    text = main(['--checkpoint', str(checkpoint), '--images', str(images), '--size', '32']).read_text()
+    assert 'on 4 images whose' in text
+    assert text.count('<h2>a/') == text.count('<h2>b/') == 2
+
+
+@pytest.mark.parametrize('only', [[], ['--only', 'keys'], ['--only', 'attention']])
+def test_options_of_reading_reach_the_photographs(tmp_path, caplog, only):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    images = make_folder(tmp_path, {'images': ['a']}, images=1) / 'images'
+    where = images / 'a' / '0.png' if only else images
+    with pytest.raises(CorruptImageError) as error:
+        main(['--checkpoint', str(checkpoint), '--images', str(where), '--max-pixels', '5', *only])
+    assert 'at most 5 pixels' in f'{error.value}{caplog.text}'
+
+
 def test_the_examples_have_the_size_that_the_model_sees(tmp_path, monkeypatch):
     checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
     make_folder(tmp_path, {'images': ['a']}, images=1)
@@ -351,6 +370,7 @@ def test_what_a_picture_is_made_of_is_not_overwritten(picture, tmp_path, name):
         (['--images', 'a', '--layers', '1'], '--layers belongs to --only biases or --only keys or --only attention;'),
         (['--images', 'a', '--exponentiated'], '--exponentiated belongs to --only biases;'),
         (['--only', 'biases', '--images', 'a'], '--images belongs to the page or --only keys or --only attention, got'),
+        (['--only', 'biases', '--bits', '8'], '--bits belongs to the page or --only keys or --only attention, got'),
         (['--only', 'biases', '--vit', 'a'], '--vit belongs to the page, got --only biases;'),
         (['--only', 'biases', '--query', '1', '1'], '--query belongs to the page or --only attention, got'),
         (['--only', 'keys', '--images', 'a', '--before', 'a'], '--before belongs to the page or --only biases, got'),

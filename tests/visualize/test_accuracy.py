@@ -13,6 +13,7 @@ from aft_vision.visualize.accuracy import (
     draw_classes,
     draw_examples,
     interval,
+    label_photographs,
     predict_labelled,
 )
 from aft_vision.visualize.photographs import SkippedImages
@@ -64,6 +65,28 @@ def test_points_have_their_intervals_and_class_names():
     assert line.get_label() == 'all: 66.7%'
     # From zero, so that a small difference looks small.
     assert axes.get_xlim() == (0, 100)
+
+
+@pytest.mark.parametrize(
+    ('folder', 'paths', 'labels'),
+    [
+        ('', ['hat/images/1.png', 'shoe/hat/1.png', 'glove/1.png', '1.png'], [0, 1, None, None]),
+        ('', ['val/hat/images/1.png', 'val/shoe/1.png', 'glove/shirt/1.png'], [0, 1, 2]),
+        ('val/hat', ['1.png', 'images/1.png', 'images/shoe/1.png'], [0, 0, 1]),
+        # A folder above those that were asked for says nothing.
+        ('hat/holiday', ['1.png', 'sea/1.png'], [None, None]),
+    ],
+)
+def test_the_class_of_a_photograph_is_its_outermost_folder_with_the_name_of_one(tmp_path, folder, paths, labels):
+    model = timm.create_model('aft_conv_tiny', depth=1, embed_dim=8, num_heads=4, patch_size=8, num_classes=3)
+    model.pretrained_cfg.update(label_names=NAMES)
+    assert label_photographs(model, [tmp_path / folder / path for path in paths], tmp_path / folder) == labels
+
+
+def test_without_a_folder_the_class_is_the_parent_of_a_photograph():
+    model = timm.create_model('aft_conv_tiny', depth=1, embed_dim=8, num_heads=4, patch_size=8, num_classes=3)
+    model.pretrained_cfg.update(label_names=NAMES)
+    assert label_photographs(model, [Path('hat/1.png'), Path('hat/sea/1.png')]) == [0, None]
 
 
 def test_photographs_of_named_folders_are_judged_as_the_model_sees_them(tmp_path):
