@@ -1,19 +1,21 @@
-"""Write a web page about a trained AFT model: what it is, what it has learned, what it makes of some photographs.
+"""Write a web page about a trained model: its accuracy on your photographs, its training, what it has learned.
 
 python -m tools.report --checkpoint FILE_OR_DIR --images FOLDER --out DIR/report.html
 python -m tools.report --checkpoint FILE_OR_DIR --only biases --layers 1 3 5 7 9 11
 python -m tools.report --checkpoint FILE_OR_DIR --only keys --images FILE --out keys.png
 python -m tools.report --checkpoint FILE_OR_DIR --only attention --images FILE --query 4 5 --out attention.png
 
-FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, of which
---max-images are shown, evenly spaced over the sorted paths; those that cannot be decoded are named and left out. Where
-folders are named after classes, of which the outermost counts, the page has the accuracy by class, and right and wrong
-answers. It has the position biases (AFT Fig. 1, 3, 6 to 8) and how sparse they are, the average relative attention
-(Fig. 5), and for each photograph the prediction, the keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one
-token. With --before, the biases of an earlier checkpoint are next to them; with --vit, the attention of a ViT. The
-curves of training are on it where summary.csv is next to the checkpoint, and the accuracy by image size where
-eval_resolution.json of tools.eval_resolution is and is not older. The page is one file and asks nothing of a network
-(needs matplotlib).
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, best those
+that the model was not trained on. Those that cannot be decoded are named and left out. Where their folders are named
+after classes, the page begins with the accuracy of each class and its interval, the confusion matrix, and the
+photographs that the model gets most wrong. The curves of training are on it where summary.csv is next to the
+checkpoint, and the accuracy by image size where eval_resolution.json of tools.eval_resolution is and is not older. It
+shows the predictions for --max-images photographs, evenly spaced over the sorted paths.
+
+Of an AFT model with one grid of tokens it also has the keys (AFT Fig. 9 to 12) and the implicit attention (Eq. 3) of
+one token of each of these photographs, the position biases (Fig. 1, 3, 6 to 8) and how sparse they are, and the average
+relative attention (Fig. 5). With --before, the biases of an earlier checkpoint are next to them; with --vit, the
+attention of a ViT. The page is one file and asks nothing of a network (needs matplotlib).
 
 --only writes one picture as a PNG: the position biases, or of one photograph the keys or the attention of a token, with
 the likeliest classes. A row of it is a layer and a column a head, or a channel of a model without heads. Rows, columns,
@@ -155,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if sizes.is_file() and is_older(sizes, args.checkpoint):
         print(f'{sizes} is older than {args.checkpoint} and left out; tools.eval_resolution --overwrite replaces it')
     elif sizes.is_file():
-        first = sum(section.title in ('Model', 'Training') for section in sections)
+        # Before the model and its pictures.
+        first = next((place for place, section in enumerate(sections) if section.title == 'Model'), 0)
         sections.insert(first, Section('Image sizes', partial(sizes_section, sizes)))
     parts = []
     with tqdm(sections, unit='section', disable=None) as progress:
