@@ -185,7 +185,8 @@ def write_texts() -> None:
 FURNITURE = {
     'README.md': write_image_models,
     'guide/export.md': write_programs,
-    'guide/finetune.md': lambda: link_photographs(Path('IMAGES'), 5, 1, classes=2),
+    # Class folders without splits, as most readers have them.
+    'guide/finetune.md': lambda: link_photographs(Path('.'), 8, 0, classes=2).joinpath('train').rename('IMAGES'),
     'guide/fastformer.md': write_text_models,
     'guide/fastformer_data.md': write_texts,
     'guide/fastformer_recommendation.md': write_texts,
