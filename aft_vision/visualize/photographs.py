@@ -72,16 +72,21 @@ class SkippedImages:
         return describe_skipped(len(self.paths))
 
 
-def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
+def find_photographs(folder: str | Path | Sequence[Path], at_most: int) -> list[Path]:
     """Return up to `at_most` images below a folder, evenly spaced over the sorted paths, so that classes mix.
 
     Hidden files and files that are no images are counted in a warning, once for each folder.
+
+    Args:
+        folder: The folder, or the images themselves.
 
     Raises:
         ValueError: there are no images, or at_most is below 1.
     """
     if at_most < 1:
         raise ValueError(f'expected at least 1 image to take, got {at_most}')
+    if not isinstance(folder, str | Path):
+        return [folder[index] for index in evenly_spaced(len(folder), at_most)]
     is_folder = Path(folder).is_dir()
     files: list[Path] = []
     if is_folder:
@@ -107,7 +112,7 @@ def list_photographs(places: Sequence[Path]) -> list[Path]:
 
 
 def find_readable(
-    folder: str | Path, at_most: int, skipped: SkippedImages, decoding: Decoding | None = None
+    folder: str | Path | Sequence[Path], at_most: int, skipped: SkippedImages, decoding: Decoding | None = None
 ) -> list[Path]:
     """Return photographs as `find_photographs`, with the next one in place of each that cannot be decoded.
 
@@ -129,7 +134,8 @@ def find_readable(
             chosen.add(index)
             break
     if not chosen:
-        raise CorruptImageError(f'expected an image that can be decoded in {folder}, got none of {len(files)}')
+        place = folder if isinstance(folder, str | Path) else files[0].parent
+        raise CorruptImageError(f'expected an image that can be decoded in {place}, got none of {len(files)}')
     return [files[index] for index in sorted(chosen)]
 
 

@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import tarfile
 from datetime import UTC, datetime
 from html import unescape
 from html.parser import HTMLParser
@@ -20,9 +21,10 @@ from PIL import Image, ImageChops
 
 from aft_vision import __version__
 from aft_vision.data import CorruptImageError
+from aft_vision.data.datasets import Source, open_eval_split, with_evaluation_images
 from aft_vision.models.checkpoint import load_model
 from aft_vision.visualize import predict_labelled, report_sections
-from tools.report import main, read_config, recorded_facts
+from tools.report import find_validation_images, main, read_config, recorded_facts
 
 pytestmark = pytest.mark.usefixtures('coarse_pictures')
 CHROMIUM = next(
@@ -281,6 +283,41 @@ def test_an_exported_folder_records_only_its_name(tmp_path):
     assert recorded_facts(tmp_path / 'run' / 'export') == {'Checkpoint': 'run/export'}
 
 
+@pytest.mark.parametrize('layout', ['splits', 'classes'])
+def test_the_images_of_a_run_are_those_that_it_was_not_trained_on(tmp_path, layout):
+    (tmp_path / 'run').mkdir()
+    checkpoint = save(tmp_path / 'run' / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    splits = {'': ['a', 'b', 'c']} if layout == 'classes' else {'train': ['a', 'b', 'c'], 'val': ['a', 'b', 'c']}
+    images = make_folder(tmp_path / 'images', splits, images=5)
+    (checkpoint.parent / 'summary.csv').write_text('epoch,train_loss,eval_top1\n1,2.0,30.0\n')
+    data = {'dir': str(images), 'val_share_without_split': 0.2, 'batch_size': 8}
+    (checkpoint.parent / 'config.yaml').write_text(json.dumps({'data': data}))
+    options = ['--checkpoint', str(checkpoint), '--size', '32', '--max-images', '1']
+    text = main(options).read_text()
+    kept = open_eval_split(with_evaluation_images(Source(dir=str(images), val_share_without_split=0.2))).dataset
+    names = {Path(kept.name_of(index)).relative_to(images).as_posix() for index in range(len(kept))}
+    assert len(names) == (3 if layout == 'classes' else 15)
+    listed = set(re.findall(r'<th scope="row">([\w/]+\.png)</th>', text))
+    assert listed == names if layout == 'classes' else listed < names
+    assert f'on {len(names)} images whose' in text
+    shutil.rmtree(images)
+    with pytest.raises(ValueError, match=r'validation images of the run, or --images FOLDER: expected .*images'):
+        main(options)
+
+
+def test_without_images_and_without_a_run_they_are_asked_for(tmp_path):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV)
+    with pytest.raises(ValueError, match=r'its config\.yaml, or --images FOLDER, got neither'):
+        main(['--checkpoint', str(checkpoint)])
+
+
+def test_images_of_a_run_that_are_not_in_files_are_asked_for(tmp_path):
+    with tarfile.open(tmp_path / 'all.tar', 'w') as file:
+        file.add(make_folder(tmp_path / 'images', {'': ['a', 'b']}, images=3), arcname='.')
+    with pytest.raises(ValueError, match='--images FOLDER for a run whose images are not in files'):
+        find_validation_images({'data': {'dir': str(tmp_path / 'all.tar'), 'val_share': 0.5}})
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
 @pytest.mark.parametrize(('width', 'dark'), [(1200, False), (400, True)])
 def test_a_browser_shows_the_page(report, tmp_path, width, dark):
@@ -377,7 +414,7 @@ def test_what_a_picture_is_made_of_is_not_overwritten(picture, tmp_path, name):
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ([], '--images is missing'),
+        (['--only', 'attention'], '--images is missing: a photograph for --only attention'),
         (['--images', 'a', '--layers', '1'], '--layers belongs to --only biases or --only keys or --only attention;'),
         (['--images', 'a', '--exponentiated'], '--exponentiated belongs to --only biases;'),
         (['--only', 'biases', '--images', 'a'], '--images belongs to the page or --only keys or --only attention, got'),
