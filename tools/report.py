@@ -273,7 +273,8 @@ def find_validation_images(experiment: Mapping[str, Any]) -> list[Path]:
         raise ValueError(f'expected the validation images of the run, or --images FOLDER: {error}') from error
     files = [Path(dataset.name_of(index)) for index in range(len(dataset))] if hasattr(dataset, 'name_of') else []
     if not (files and files[0].is_file()):
-        raise ValueError(f'expected --images FOLDER for a run whose images are not in files, got none for {data}')
+        place = source.name or source.dir
+        raise ValueError(f'expected --images FOLDER, as the images of the run are not files but in {place}, got none')
     return files
 
 

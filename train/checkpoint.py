@@ -26,8 +26,8 @@ from train.state import TrainState
 
 LOCK = '.lock'
 MAX_KEPT = 100
-# Files of a run besides its checkpoints and summary.csv, and the table of tools.eval_resolution about it.
-RESULTS = ('curves.png', 'result.json', 'steps.csv', 'eval_resolution.json', 'eval_resolution.png')
+# Files of a run besides its checkpoints and summary.csv, and those of tools.eval_resolution and tools.report about it.
+RESULTS = ('curves.png', 'result.json', 'steps.csv', 'eval_resolution.json', 'eval_resolution.png', 'report.html')
 # Keys of `run` that affect updates, and keys of other sections that do not.
 RUN_KEYS = ('seed', 'amp')
 LOADING_KEYS = ('data.num_workers', 'data.eval_batch_size', 'data.download')

@@ -244,7 +244,8 @@ def test_a_batch_larger_than_the_data_set_is_rejected_also_in_parts(tmp_path):
 
 def test_a_run_that_overwrites_another_leaves_nothing_of_it(few, tmp_path, monkeypatch):
     monkeypatch.setattr('train.imagenet.draw_history', draw_history)
-    for name in ('best.pth', 'last-1.pth', 'curves.png', 'eval_resolution.json', 'tensorboard/old', 'export/old'):
+    results = ('curves.png', 'eval_resolution.json', 'report.html')
+    for name in ('best.pth', 'last-1.pth', *results, 'tensorboard/old', 'export/old'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('old')
     with pytest.raises(FileExistsError):
