@@ -89,6 +89,7 @@ PLACEHOLDERS = ('CONFIG', 'FILE', 'runs/reviews/config.yaml')
 STAND_INS = {
     'train.imagenet': 'configs/smoke/one_epoch.yaml',
     'train.throughput': 'configs/smoke/one_epoch.yaml',
+    'train.store_teacher': 'configs/smoke/one_epoch.yaml',
     'train.convert': 'configs/smoke/convert.yaml',
     'train.pixel': 'configs/smoke/pixel.yaml',
     'train.char': 'configs/smoke/char.yaml',
@@ -329,10 +330,10 @@ def check_module(*words: str) -> None:
     if not name.startswith(('tools.', 'train.')):
         return
     module = main_module(name)
-    if name.startswith('tools.') or name == 'train.throughput':
-        args = module.parse_args(arguments)
-    else:
+    if hasattr(module, 'EXAMPLE'):
         args = parse_args(module.__doc__, module.EXAMPLE, arguments)
+    else:
+        args = module.parse_args(arguments)
     if name.startswith('train.') and args.config is not None:
         path = STAND_INS[name] if str(args.config) in PLACEHOLDERS else args.config
         if name == 'train.fastformer':
