@@ -57,6 +57,7 @@ from aft_vision.visualize import (
     draw_key_maps,
     evenly_spaced,
     find_readable,
+    has_token_grid,
     load_photograph,
     predictions,
 )
@@ -107,7 +108,7 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
     for checkpoint in checkpoints:
         model: Any = load_model(checkpoint)
         name = model.pretrained_cfg['architecture']
-        if not (hasattr(model, 'blocks') and hasattr(getattr(model, 'patch_embed', None), 'dynamic_feat_size')):
+        if not (hasattr(model, 'blocks') and has_token_grid(model)):
             raise ValueError(
                 f'expected a model with one grid of tokens, such as aft_conv_tiny or a ViT, got {name} of '
                 f'{checkpoint}; tools.predict classifies with it'

@@ -188,14 +188,19 @@ def open_train_split(source: Source, batch_size: int | None = None, seed: int = 
     return split
 
 
-def open_eval_split(source: Source, batch_size: int | None = None) -> Split:
-    """Open the evaluation split, with the arguments and errors of `open_train_split`."""
-    if source.val_share is None:
+def open_eval_split(source: Source, batch_size: int | None = None, training: bool = False) -> Split:
+    """Open the evaluation split, with the arguments and errors of `open_train_split`.
+
+    Args:
+        training: Open the training images as an evaluation reads them: each once, in the order of their files.
+    """
+    if source.val_share is None and not training:
         wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
-        split = _open(source, wanted, seed=0, is_training=False)
     else:
-        whole = _open(source, (source.train_split,), seed=0, is_training=False)
-        split = _hold_out(whole, source, source.val_share, held_out=True)
+        wanted = (source.train_split,)
+    split = _open(source, wanted, seed=0, is_training=False)
+    if source.val_share is not None:
+        split = _hold_out(split, source, source.val_share, held_out=not training)
     if source.on_corrupt_image == 'skip':
         split.dataset.skip_corrupt('none')
     return split

@@ -1,12 +1,13 @@
 """Photographs as input of a model and for pictures."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from PIL.Image import Image
@@ -36,7 +37,7 @@ class Photograph(NamedTuple):
     """One image.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the file; an empty one of bytes, and of a stream without a name.
         images: (1, C, H, W), normalised, for the model.
         pixels: (H', W', 3) uint8, the same crop in higher resolution.
     """
@@ -71,16 +72,21 @@ class SkippedImages:
         return describe_skipped(len(self.paths))
 
 
-def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
+def find_photographs(folder: str | Path | Sequence[Path], at_most: int) -> list[Path]:
     """Return up to `at_most` images below a folder, evenly spaced over the sorted paths, so that classes mix.
 
     Hidden files and files that are no images are counted in a warning, once for each folder.
+
+    Args:
+        folder: The folder, or the images themselves.
 
     Raises:
         ValueError: there are no images, or at_most is below 1.
     """
     if at_most < 1:
         raise ValueError(f'expected at least 1 image to take, got {at_most}')
+    if not isinstance(folder, str | Path):
+        return [folder[index] for index in evenly_spaced(len(folder), at_most)]
     is_folder = Path(folder).is_dir()
     files: list[Path] = []
     if is_folder:
@@ -106,7 +112,7 @@ def list_photographs(places: Sequence[Path]) -> list[Path]:
 
 
 def find_readable(
-    folder: str | Path, at_most: int, skipped: SkippedImages, decoding: Decoding | None = None
+    folder: str | Path | Sequence[Path], at_most: int, skipped: SkippedImages, decoding: Decoding | None = None
 ) -> list[Path]:
     """Return photographs as `find_photographs`, with the next one in place of each that cannot be decoded.
 
@@ -128,7 +134,8 @@ def find_readable(
             chosen.add(index)
             break
     if not chosen:
-        raise CorruptImageError(f'expected an image that can be decoded in {folder}, got none of {len(files)}')
+        place = folder if isinstance(folder, str | Path) else files[0].parent
+        raise CorruptImageError(f'expected an image that can be decoded in {place}, got none of {len(files)}')
     return [files[index] for index in sorted(chosen)]
 
 
@@ -140,11 +147,15 @@ def _warn(folder: str, ignored: str) -> None:
 
 
 def load_photograph(
-    path: str | Path, model: nn.Module, size: Sequence[int] | None = None, decoding: Decoding | None = None
+    file: str | Path | bytes | IO[bytes],
+    model: nn.Module,
+    size: Sequence[int] | None = None,
+    decoding: Decoding | None = None,
 ) -> Photograph:
     """Read an image as in evaluation: resized, cropped and normalised by the model's preprocessing.
 
     Args:
+        file: A path, the content of a file, or a stream of it, such as an upload.
         size: (H, W) in pixels; None means the model's size.
         decoding: Options of reading the file; None for the default ones.
 
@@ -153,20 +164,26 @@ def load_photograph(
         ValueError: the model takes images of other than 1 or 3 channels.
     """
     check_channels(model, 1, 3)
-    image, config = open_image(path, decoding=decoding), resolve_input_data_config(model)
+    image, config = open_image(file, decoding=decoding), resolve_input_data_config(model)
     height, width = default_size(model) if size is None else size
     step = max(1, DISPLAY // max(height, width))
     shown = _crop(image, config, (height * step, width * step))
+    named = file if isinstance(file, str | os.PathLike) else getattr(file, 'name', None)
+    path = Path(named) if isinstance(named, str | os.PathLike) else Path()
     # Grey for a model of one channel.
-    return Photograph(Path(path), _normalise(image, config, (height, width)), shown.expand(3, -1, -1).permute(1, 2, 0))
+    return Photograph(path, _normalise(image, config, (height, width)), shown.expand(3, -1, -1).permute(1, 2, 0))
 
 
 def load_image(
-    path: str | Path, model: nn.Module, size: Sequence[int] | None = None, decoding: Decoding | None = None
+    file: str | Path | bytes | IO[bytes],
+    model: nn.Module,
+    size: Sequence[int] | None = None,
+    decoding: Decoding | None = None,
 ) -> Tensor:
     """Read an image only for the model: the `images` (1, C, H, W) of `load_photograph`, which takes longer.
 
     Args:
+        file: As in `load_photograph`.
         size: (H, W) in pixels; None means the model's evaluation size.
         decoding: Options of reading the file; None for the default ones.
 
@@ -175,7 +192,7 @@ def load_image(
     """
     check_channels(model, 1, 3)
     height, width = default_size(model) if size is None else size
-    return _normalise(open_image(path, decoding=decoding), resolve_input_data_config(model), (height, width))
+    return _normalise(open_image(file, decoding=decoding), resolve_input_data_config(model), (height, width))
 
 
 def _normalise(image: Image, config: dict[str, Any], size: tuple[int, int]) -> Tensor:

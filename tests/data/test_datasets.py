@@ -846,6 +846,32 @@ def test_the_evaluation_loader_has_the_images_that_training_held_apart(tmp_path)
     assert names == ['a', 'b', 'c', 'd']
 
 
+@pytest.mark.parametrize('skips', [False, True])
+@pytest.mark.parametrize('layout', ['folder', 'folder with splits', 'tar', 'share'])
+def test_the_training_images_are_read_as_in_evaluation(tmp_path, layout, skips):
+    folder = make_numbered(tmp_path / 'train' if 'split' in layout else tmp_path / 'all', COUNTS)
+    place = {'tar': tmp_path / 'all.tar', 'folder with splits': tmp_path}.get(layout, folder)
+    if layout == 'tar':
+        make_tar(place, folder)
+    if layout == 'folder with splits':
+        make_folder(tmp_path, {'val': list(COUNTS)}, images=3)
+    if skips and layout != 'tar':
+        (folder / 'a' / '0.png').write_bytes(b'damaged')
+    source = Source(
+        dir=str(place),
+        val_share=0.2 if layout == 'share' else None,
+        val_share_without_split=0.2,
+        on_corrupt_image='skip' if skips else 'raise',
+    )
+    loader, names = create_eval_loader(source, PLAIN, 4, num_workers=0, training=True)
+    found = [round(255 * float(image.mean())) for images, _ in loader for image in images]
+    wanted = divide(source)[0] if layout != 'folder with splits' else list(range(66))
+    # Each once: another image does not take the place of one that is left out.
+    damaged = {0} if skips and layout != 'tar' else set()
+    assert found == [each for each in sorted({*wanted}) if each not in damaged]
+    assert names == ['a', 'b', 'c', 'd']
+
+
 def test_a_share_of_torchvisions_training_images_is_held_apart(tmp_path, monkeypatch):
     root = cifar10(tmp_path, monkeypatch)
     source = Source(name='torch/cifar10', dir=str(root), val_share=0.2)
