@@ -17,7 +17,7 @@ def parse_args(
         evaluates: Whether the trainer has --eval.
     """
     parser = CommandParser(description)
-    parser.add_argument('--config', type=Path, help='the YAML experiment')
+    parser.add_argument('--config', type=Path, help='the YAML experiment, or the name of one of the package')
     if evaluates:
         parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
     parser.add_argument('--keys', action='store_true', help='print every key of an experiment and exit')

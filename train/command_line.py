@@ -17,6 +17,22 @@ def expand_home(text: str) -> str:
     return HOME.sub(lambda found: found['scheme'] + os.path.expanduser(found['user'] or '~'), text)
 
 
+def program_name() -> str | None:
+    """Return the running command, `aft-vision train` or `python -m train.imagenet`, or None if it is neither."""
+    module = _module_name()
+    return _console_name() or (None if module is None else f'python -m {module}')
+
+
+def _console_name() -> str | None:
+    # Set by tools.console.
+    return getattr(sys.modules['__main__'], 'PROGRAM', None)
+
+
+def _module_name() -> str | None:
+    spec = getattr(sys.modules['__main__'], '__spec__', None)
+    return None if spec is None else str(spec.name).removesuffix('.__main__')
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser with an unformatted description, --debug, and one-line errors; paths may begin with `~` or `$HOME`.
 
@@ -24,10 +40,13 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str | None, prog: str | None = None) -> None:
-        module = getattr(sys.modules['__main__'], '__spec__', None)
-        if prog is None and module is not None:
-            prog = f'python -m {module.name.removesuffix(".__main__")}'
-        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if description is not None and (console := _console_name()):
+            description = description.replace(f'python -m {_module_name()}', console)
+            # torchrun takes another program than Python by an option.
+            description = description.replace(f'-m {_module_name()}', f'--no-python {console}')
+        super().__init__(
+            prog or program_name(), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         # Also of options without a type, which may be a path or a name.
         self.register('type', None, expand_home)
         self.register('type', Path, lambda text: Path(expand_home(text)))
