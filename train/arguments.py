@@ -1,6 +1,7 @@
 """The command lines of the trainers; it imports nothing that takes seconds."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,4 +27,7 @@ def parse_args(
     args = parser.parse_intermixed_args(argv)
     if args.config is None and not args.keys:
         parser.error(f'expected an experiment, got none; try --config {example}')
+    if args.imports:
+        # The run remembers them.
+        args.overrides.append(f'run.imports={json.dumps(args.imports)}')
     return args

@@ -33,10 +33,29 @@ def _module_name() -> str | None:
     return None if spec is None else str(spec.name).removesuffix('.__main__')
 
 
-class CommandParser(argparse.ArgumentParser):
-    """A parser with an unformatted description, --debug, and one-line errors; paths may begin with `~` or `$HOME`.
+def import_plugins(*names: str) -> None:
+    """Import modules of others, unless the command has not imported the package yet and only looks for --help."""
+    if 'aft_vision' in sys.modules:
+        from aft_vision import plugins
 
-    A command parses its arguments once before its slow imports too, so that --help and errors are immediate.
+        plugins.import_plugins(names)
+
+
+class Import(argparse.Action):
+    """A module or a file to import, of which a command line may name several."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        import_plugins(values)
+        setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), values])
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser with an unformatted description, --import, --debug, and one-line errors.
+
+    Paths may begin with `~` or `$HOME`. A command parses its arguments once before its slow imports too, so that --help
+    and errors are immediate; modules of others are imported when it parses them again.
     """
 
     def __init__(self, description: str | None, prog: str | None = None) -> None:
@@ -50,10 +69,18 @@ class CommandParser(argparse.ArgumentParser):
         # Also of options without a type, which may be a path or a name.
         self.register('type', None, expand_home)
         self.register('type', Path, lambda text: Path(expand_home(text)))
+        self.add_argument(
+            '--import',
+            dest='imports',
+            action=Import,
+            metavar='MODULE_OR_FILE',
+            help='import it first, such as a file with a mixer of yours; may be given several times',
+        )
         self.add_argument('--debug', action='store_true', help='show the traceback of an error')
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = sys.argv[1:] if args is None else list(args)
+        import_plugins()
         found, rest = super().parse_known_args(args, namespace)
         # The rest has the options of a parser within another one, and overrides, which are parsed after the options.
         if options := [each for each in rest if each.startswith('--')]:

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from aft_vision.errors import first_line
+from aft_vision.plugins import import_plugins
 from train.values import Argument, convert_value, read_yaml
 
 # The source of a layer and its content; later layers win.
@@ -26,7 +27,9 @@ YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 
 
 def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
-    """Read a file and its bases, the deepest first, and then the overrides; `convert_layers` gives their values a type.
+    """Read a file and its bases, the deepest first, and then the overrides, and import the modules that they name.
+
+    `convert_layers` gives the values a type. The value of `run.imports` has those of the layers before it too.
 
     Args:
         path: A file, or the name of one of the package, such as `finetune` or `imagenet/deit_300e`.
@@ -34,7 +37,23 @@ def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
     Raises:
         ValueError: a file cannot be read, or an override is malformed.
     """
-    return [*_read_chain(find_config(path)), *map(_read_override, overrides)]
+    return _import_modules([*_read_chain(find_config(path)), *map(_read_override, overrides)])
+
+
+def _import_modules(layers: Sequence[Layer]) -> list[Layer]:
+    found: list[Layer] = []
+    names: list[str] = []
+    for source, layer in layers:
+        run: Any = layer.get('run')
+        stated = run.get('imports') if isinstance(run, Mapping) else None
+        given = convert_value(stated, list[str], 'run.imports')
+        # Anything else than a list of texts is an error of the merging.
+        if isinstance(given, list) and all(isinstance(each, str) for each in given):
+            names = list(dict.fromkeys([*names, *given]))
+            layer = {**layer, 'run': {**run, 'imports': names}}
+        found.append((source, layer))
+    import_plugins(names)
+    return found
 
 
 def convert_layers(layers: Sequence[Layer], schema: type, arguments: type | None) -> list[Layer]:
