@@ -154,7 +154,7 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
     print('  summary.csv         every epoch    curves.png  the metrics as plots')
     print('  config.yaml         to repeat the run', end='')
     print('    tensorboard/  for tensorboard --logdir' if state.loop.tensorboard else '')
-    print(f'python -m tools.report --checkpoint {shlex.quote(str(run_dir))} shows what it confuses')
+    print(f'aft-vision report --checkpoint {shlex.quote(str(run_dir))} shows what it confuses')
 
 
 def describe_worst(names: Sequence[str], by_class: Sequence[Sequence[int]], most: int = 3) -> str:
