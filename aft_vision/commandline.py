@@ -20,12 +20,6 @@ EXIT_CODE = 2
 ERROR_DELAY = 2.0
 
 
-def program_name() -> str | None:
-    """Return the running command, such as `python -m train.imagenet`, or None if it is not a module."""
-    spec = getattr(sys.modules['__main__'], '__spec__', None)
-    return None if spec is None else f'python -m {spec.name.removesuffix(".__main__")}'
-
-
 def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str] | None = None) -> None:
     """Run a command, and print an error that the user can fix as one line `error: ...`.
 

@@ -110,7 +110,7 @@ def test_other_processes_wait_for_the_first_to_speak(monkeypatch, capsys):
 def test_the_help_is_as_written_and_has_the_debug_option(monkeypatch):
     monkeypatch.setattr(sys.modules['__main__'], '__spec__', SimpleNamespace(name='tools.some.__main__'))
     lines = CommandParser('What it does.\n\nsome  text').format_help().splitlines()
-    assert lines[0] == 'usage: python -m tools.some [-h] [--debug]'
+    assert lines[0] == 'usage: python -m tools.some [-h] [--import MODULE_OR_FILE] [--debug]'
     assert lines[2:5] == ['What it does.', '', 'some  text']
     assert CommandParser(None).parse_args(['--debug']).debug
 

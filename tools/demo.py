@@ -111,7 +111,7 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
         if not (hasattr(model, 'blocks') and has_token_grid(model)):
             raise ValueError(
                 f'expected a model with one grid of tokens, such as aft_conv_tiny or a ViT, got {name} of '
-                f'{checkpoint}; tools.predict classifies with it'
+                f'{checkpoint}; aft-vision predict classifies with it'
             )
         try:
             # Its error now, and not at every photograph.

@@ -1,5 +1,6 @@
 """Evaluate checkpoints at several image sizes.
 
+python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 224 288 384x256
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 192:384:16 --flip --multi-scale 192 224 288
 python -m tools.eval_resolution --checkpoint A B C --data DIR --sizes 128:224:32 --out OUT
@@ -8,7 +9,8 @@ python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --native --m
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; DIR is a folder or tar file of class
 folders, in a val, validation or test split if it has splits, or with --name the root of a data set of torchvision,
 Hugging Face or WebDataset by timm's name. A size is a side in pixels, HEIGHTxWIDTH, or START:STOP:STEP for every side
-from START to STOP, including STOP. A fixed-size model is resized with its `set_input_size`.
+from START to STOP, including STOP; without --sizes it is that of training. A fixed-size model is resized with its
+`set_input_size`.
 
 --multi-scale adds a row for the mean of the predictions at these sizes; the images are loaded at the largest size and
 resized to the others. --flip averages every prediction with the prediction for the mirror image. --pad accepts sizes
@@ -69,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar='NAME=VALUE',
         help='arguments of the models instead of those of training',
     )
-    add('--sizes', type=parse_sizes, nargs='+', default=[], help='sides in pixels, HEIGHTxWIDTH or START:STOP:STEP')
+    add('--sizes', type=parse_sizes, nargs='+', default=[], help='in pixels (default: as trained)')
     add('--native', action='store_true', help='evaluate images at their own shapes, next to the centre crop')
     add('--max-tokens', type=int, nargs='+', default=[], help='patches per image of --native')
     add('--multi-scale', type=parse_sizes, nargs='+', default=[], help='two or more sizes to average over')
@@ -93,8 +95,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error('--native takes neither --flip nor --pad')
     if args.real_labels and args.per_class:
         parser.error('--real-labels takes no --per-class, as an image has several classes')
-    if not (args.sizes or args.native):
-        parser.error('expected --sizes, or --native with --max-tokens')
     return args
 
 
@@ -179,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def sizes_of(model: nn.Module, args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Return the sizes (H, W) to evaluate a model at: the wanted ones, and the squares of its native shapes."""
+    """Return the sizes (H, W) to evaluate a model at: those wanted, or of training, and squares of native shapes."""
+    if not (args.sizes or args.native):
+        # `load_model` records that of a run.
+        return [training_size(model)]
     return by_area([*args.sizes, *(naflex_shape(model, tokens).square for tokens in args.max_tokens)])
 
 

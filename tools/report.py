@@ -157,11 +157,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
         print(f'the picture is in {out}')
         return out
     words = sys.argv[1:] if argv is None else argv
-    report = load_report(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
+    report = load_report(args, folder, shlex.join(['aft-vision', 'report', *words]))
     sections = [*report_sections(report)]
     sizes = folder / 'eval_resolution.json'
     if sizes.is_file() and is_older(sizes, args.checkpoint):
-        print(f'{sizes} is older than {args.checkpoint} and left out; tools.eval_resolution --overwrite replaces it')
+        print(f'{sizes} is older than {args.checkpoint} and left out; aft-vision eval --overwrite replaces it')
     elif sizes.is_file():
         # Before the model and its pictures.
         first = next((place for place, section in enumerate(sections) if section.title == 'Model'), 0)

@@ -1,7 +1,7 @@
 """Write an image data set to FFCV files, which the trainer reads faster than folders.
 
 python -m tools.write_ffcv --data IMAGENET --out IMAGENET_FFCV --max-resolution 500 --raw-share 0.5
-python -m train.imagenet --config ... data.dir=IMAGENET_FFCV
+aft-vision train --config ... data.dir=IMAGENET_FFCV
 
 Each split becomes OUT/SPLIT.beton, with its class names in OUT/SPLIT.json. DATA is a folder or tar file with
 train/CLASS and val/CLASS; with --name, a data set of torchvision or Hugging Face by timm's name. Needs FFCV:

@@ -3,9 +3,9 @@
 python -m train.imagenet --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.imagenet --config FILE [section.key=value ...]
 
-FILE is a YAML experiment such as configs/smoke/clothing_demo.yaml; `section.key=value` changes one value of it, for
-example `data.dir=/data/imagenet run.dir=runs/first optim.lr=1e-3`. data.dir is a folder or tar file with train/CLASS
-and val/CLASS; data.name is a data set of torchvision, Hugging Face or WebDataset by timm's name.
+FILE is a YAML experiment, or the name of one of the package such as finetune; `section.key=value` changes one value of
+it, for example `data.dir=/data/imagenet run.dir=runs/first optim.lr=1e-3`. data.dir is a folder or tar file with
+train/CLASS and val/CLASS; data.name is a data set of torchvision, Hugging Face or WebDataset by timm's name.
 
 A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv, curves.png,
 tensorboard/, best.pth, last.pth and export/, which `timm.create_model('local-dir:.../export', pretrained=True)` loads.
@@ -23,7 +23,7 @@ from typing import Any
 
 from train.arguments import parse_args
 
-EXAMPLE = 'configs/smoke/clothing_demo.yaml'
+EXAMPLE = 'finetune'
 
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
@@ -155,7 +155,7 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
     print('  summary.csv         every epoch    curves.png  the metrics as plots')
     print('  config.yaml         to repeat the run', end='')
     print('    tensorboard/  for tensorboard --logdir' if state.loop.tensorboard else '')
-    print(f'python -m tools.report --checkpoint {shlex.quote(str(run_dir))} shows what it confuses')
+    print(f'aft-vision report --checkpoint {shlex.quote(str(run_dir))} shows what it confuses')
 
 
 def describe_worst(names: Sequence[str], by_class: Sequence[Sequence[int]], most: int = 3) -> str:

@@ -18,7 +18,7 @@ SIMILAR = {
     'train_split': re.compile(r'(?<![a-z])train(ing)?(?![a-z])'),
     'eval_split': re.compile(r'(?<![a-z])(val(id(ation)?)?|eval(uation)?|test(ing)?)(?![a-z])'),
 }
-PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
+PREPARATION = 'aft-vision prepare-imagenet makes the class folders of ImageNet from its archives or a flat val'
 ANNOTATIONS = 'val_annotations.txt'
 AS_CLASSES = 'if all are classes, move them into a new folder train'
 # Names that a message lists.
@@ -277,8 +277,8 @@ def check_sorted(folder: Path, class_folders: Sequence[str]) -> None:
     """Raise a ValueError for the validation images of Tiny-ImageNet as published, which are not in class folders."""
     if (folder / ANNOTATIONS).is_file() and len(class_folders) == 1:
         raise ValueError(
-            f'expected one folder per class in {folder}, got the images of Tiny-ImageNet without one; python -m '
-            f'tools.prepare_imagenet --solution {folder / ANNOTATIONS} --out {folder.parent} makes them'
+            f'expected one folder per class in {folder}, got the images of Tiny-ImageNet without one; '
+            f'aft-vision prepare-imagenet --solution {folder / ANNOTATIONS} --out {folder.parent} makes them'
         )
 
 

@@ -160,7 +160,7 @@ def test_the_page_says_what_the_checkpoint_knows(report):
 
 def test_the_page_says_how_it_was_made(report):
     text = unescape(report.read_text())
-    assert f'python -m tools.report --checkpoint {report.parents[1] / "best.pth"} ' in text
+    assert f'aft-vision report --checkpoint {report.parents[1] / "best.pth"} ' in text
     assert f'aft_vision {__version__}, timm {timm.__version__}, torch {torch.__version__}' in text
     assert f'{datetime.now(UTC):%Y-}' in text
 

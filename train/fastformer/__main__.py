@@ -3,9 +3,9 @@
 python -m train.fastformer --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.fastformer --config FILE [section.key=value ...]
 
-FILE is a YAML experiment such as configs/fastformer/imdb.yaml; `section.key=value` changes one value of it, for example
-`data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Data are downloaded only by `data.kind=hub`,
-and by `cnn_dailymail` and `pubmed` without data.path.
+FILE is a YAML experiment, or the name of one of the package such as fastformer/imdb; `section.key=value` changes one
+value of it, for example `data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Data are downloaded
+only by `data.kind=hub`, and by `cnn_dailymail` and `pubmed` without data.path.
 
 Each of run.seeds is a run of its own on transformers' Trainer: the epoch that is best in validation is tested, once.
 The folder of the runs receives config.yaml (the resolved experiment), result.json (mean and standard deviation of all
@@ -25,7 +25,7 @@ from typing import Any
 
 from train.arguments import parse_args
 
-EXAMPLE = 'configs/smoke/fastformer.yaml'
+EXAMPLE = 'smoke/fastformer'
 
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
