@@ -76,7 +76,8 @@ def is_user_error(error: BaseException) -> bool:
 
 def _message(error: BaseException) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if frames and frames[-1].f_globals.get('__name__') == 'multiprocessing.connection':
+    in_socket = bool(frames) and frames[-1].f_globals.get('__name__') == 'multiprocessing.connection'
+    if in_socket and isinstance(error, (EOFError, ConnectionError)):
         # Its socket closes before torch sees that a loading process has ended.
         return f'DataLoader worker exited ({str(error) or type(error).__name__})'
     return str(error) or type(error).__name__

@@ -55,7 +55,10 @@ def limit_threads(by_load: bool = True) -> None:
         return
     before = min(torch.get_num_threads(), count_cores())
     torch.set_num_threads(before)
-    cores, used = len(_cores()), _used_by_others()
+    used = _used_by_others()
+    if not used:
+        return
+    cores = len(_cores())
     free = max(1, min(before, round(cores - used)))
     if free == before:
         return

@@ -127,7 +127,8 @@ def _stored_outputs(config: Config) -> TeacherOutputs | None:
     if distill.stored is None:
         return None
     outputs = TeacherOutputs(distill.stored)
-    if distill.teacher not in (None, outputs.facts.teacher):
+    # A checkpoint may be named in several ways.
+    if timm.is_model(distill.teacher or '') and distill.teacher != outputs.facts.teacher:
         raise ValueError(
             f'expected distill.stored to have the outputs of distill.teacher {distill.teacher}, got those of '
             f'{outputs.facts.teacher}'

@@ -80,7 +80,7 @@ class StoredTeacher(DistillationTeacher):
     """
 
     def __init__(self, outputs: TeacherOutputs, classes: np.ndarray, hard: bool) -> None:
-        # timm's own initialisation wants a model.
+        # timm's own initialisation needs a model.
         nn.Module.__init__(self)
         self.outputs, self.classes, self.hard = outputs, torch.from_numpy(classes), hard
         self.crops = torch.zeros(0, dtype=torch.int64)
@@ -228,7 +228,7 @@ def load_teacher(
             keep_classes(teacher, places)
             teacher.num_classes = len(places)
     try:
-        if has_fixed_input_size(teacher) and hasattr(teacher, 'set_input_size'):
+        if sizes and has_fixed_input_size(teacher) and hasattr(teacher, 'set_input_size'):
             teacher.set_input_size(img_size=sizes[0])
         for size in sizes:
             check_image_size(teacher, size)

@@ -135,7 +135,7 @@ def train_one_epoch(
     state.model.train()
     # A restored epoch may be trained and not evaluated.
     unread = loader if reached.updates_of_epoch < reached.updates_per_epoch else ()
-    batches = _read_together(unread, state.world, before_error)
+    updates = _read_together(unread, state.loop.accumulate, state.world, before_error)
     bar = _progress_bar(state, progress)
     for _ in bar:
         if state.budget_exhausted():
@@ -145,7 +145,7 @@ def train_one_epoch(
         restore_statistics = _keep_statistics(state)
         start = time.perf_counter()
         try:
-            loss = train_step(state, islice(batches, state.loop.accumulate))
+            loss = train_step(state, next(updates, []))
         except NonFiniteLossError as error:
             skip_update(state, loader, error.args[0], folder)
             restore_statistics()
@@ -165,29 +165,36 @@ def train_one_epoch(
     return _epoch_metrics(state)
 
 
-def _read_together(loader: Iterable[Batch], world: World, before_error: Callable[[], None]) -> Iterator[Batch]:
-    """Yield the batches of each process until one of them cannot read its next batch, which ends all.
+def _read_together(
+    loader: Iterable[Batch], accumulate: int, world: World, before_error: Callable[[], None]
+) -> Iterator[list[Batch]]:
+    """Yield the micro-batches of each update until a process cannot read one, which ends all.
+
+    All of an update are read before its first pass, which changes the running statistics of the model.
 
     Raises:
         DistNetworkError: another process cannot read its batch.
     """
-    batches, failed, batch = iter(loader), None, None
-    # Torch raises the end of a loading process wherever this one is, also within an update; the loader itself finds it
-    # within 5 s when it needs the next batch.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    while True:
-        try:
-            batch = next(batches, None)
-        except Exception as error:
-            failed = error
-        if world.any(failed is not None):
-            before_error()
-            # A launcher may kill all processes when one has ended.
-            world.wait()
-            raise failed or dist.DistNetworkError('another process cannot read its training data')
-        if batch is None:
-            return
-        yield batch
+    batches, failed, read, previous = iter(loader), None, [], signal.getsignal(signal.SIGCHLD)
+    try:
+        while True:
+            try:
+                read = list(islice(batches, accumulate))
+            except Exception as error:
+                failed = error
+            # Torch raises the end of a loading process wherever this one is, also within an update, by a handler that
+            # the first batch installs; the loader itself finds it within 5 s when it needs the next batch.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if world.any(failed is not None):
+                before_error()
+                # A launcher may kill all processes when one has ended.
+                world.wait()
+                raise failed or dist.DistNetworkError('another process cannot read its training data')
+            if not read:
+                return
+            yield read
+    finally:
+        signal.signal(signal.SIGCHLD, previous or signal.SIG_DFL)
 
 
 def _keep_statistics(state: TrainState) -> Callable[[], None]:

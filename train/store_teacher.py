@@ -53,16 +53,18 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from aft_vision.commandline import run_command
-from aft_vision.data import Preprocessing, create_eval_loader
+from aft_vision.data import CorruptImageError, Preprocessing, create_eval_loader
+from aft_vision.data.checked import MAX_SKIPPED_IN_A_ROW
 from aft_vision.data.datasets import Split, open_train_split, with_evaluation_images
 from aft_vision.data.imagenet import survive_signals
+from aft_vision.data.images import describe_skipped
 from aft_vision.data.teacher_outputs import (
     SKIPPED,
     STORED,
     DrawnCrops,
     Facts,
     TeacherOutputs,
-    hash_lines,
+    hash_names,
     hash_weights,
     image_names,
 )
@@ -74,7 +76,7 @@ from train.distributed import World, join_world
 from train.schema import Config, require
 from train.state import AMP_DTYPES
 
-# Crops of a batch, and batches between two writes.
+# Of a batch of the teacher.
 CROPS_PER_BATCH = 256
 
 
@@ -89,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> TeacherOutputs:
     """
     args = parse_args(argv)
     config = load_config(args.config, args.overrides)
-    require('distill.teacher', config.distill.teacher, config.distill.teacher is not None, 'the teacher')
+    require('distill.teacher', config.distill.teacher, config.distill.teacher is not None, 'the name of the teacher')
     with join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world:
         config = replace(config, data=replace(config.data, on_corrupt_image='skip'))
         split = open_train_split(with_evaluation_images(config.data))
@@ -105,8 +107,13 @@ def main(argv: Sequence[str] | None = None) -> TeacherOutputs:
             print(f'{len(names)} images, {facts.crops} crops of each, {facts.bytes(len(names)) / 1e6:.0f} MB')
         world.wait()
         outputs = TeacherOutputs(args.out)
-        _store(outputs, split, teacher, config, world, not args.quiet and world.is_primary)
+        missing = outputs.missing()
+        # Before any process stores more. They do not wait for each other at the end: one may take far longer.
         world.wait()
+        images = missing[world.rank :: world.size]
+        skipped = _store(outputs, images, split, teacher, config, world, not args.quiet and world.is_primary)
+        if skipped:
+            print(describe_skipped(skipped))
     return outputs
 
 
@@ -121,6 +128,9 @@ def _describe(
     return Facts(
         teacher=str(config.distill.teacher),
         weights=hash_weights(teacher),
+        mean=list(teacher.pretrained_cfg['mean']),
+        std=list(teacher.pretrained_cfg['std']),
+        amp=config.run.amp,
         class_names=split.class_names,
         size=[size, size],
         crops=args.crops,
@@ -129,7 +139,7 @@ def _describe(
         scale=list(config.augment.scale),
         hflip=config.augment.hflip,
         seed=config.run.seed,
-        images=hash_lines(names),
+        images=hash_names(names),
     )
 
 
@@ -147,12 +157,20 @@ def _print_accuracy(config: Config, teacher: nn.Module, size: int, world: World,
 
 
 def _store(
-    outputs: TeacherOutputs, split: Split, teacher: nn.Module, config: Config, world: World, progress: bool
-) -> None:
-    facts = outputs.facts
-    missing = outputs.missing()
-    # Not by their order: another process may have stored some already.
-    images = missing[missing % world.size == world.rank]
+    outputs: TeacherOutputs,
+    images: np.ndarray,
+    split: Split,
+    teacher: nn.Module,
+    config: Config,
+    world: World,
+    progress: bool,
+) -> int:
+    """Store the outputs for some images, and return how many of them cannot be read.
+
+    Raises:
+        CorruptImageError: none of many images in a row can be read, so the data set is broken.
+    """
+    facts, skipped, in_a_row = outputs.facts, 0, 0
     split.dataset.skip_corrupt('none')
     loader = DataLoader(
         DrawnCrops(split.dataset, images, facts, config.augment),
@@ -172,6 +190,10 @@ def _store(
         for samples in loader:
             bar.update(len(samples))
             read = [sample for sample in samples if sample[1] is not None]
+            skipped += len(samples) - len(read)
+            in_a_row = 0 if read else in_a_row + len(samples)
+            if in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise CorruptImageError(f'expected images that can be decoded, got {in_a_row} in a row that cannot')
             if len(read) < len(samples):
                 outputs.write([sample[0] for sample in samples if sample[1] is None], SKIPPED)
             if not read:
@@ -182,6 +204,7 @@ def _store(
             values = _outputs(model, batch, facts)
             shaped = {name: value.reshape(len(read), facts.crops, -1) for name, value in values.items()}
             outputs.write(numbers, STORED, boxes=np.stack(boxes), flips=np.stack(flips), **shaped)
+    return skipped
 
 
 def _outputs(model: Teacher, images: torch.Tensor, facts: Facts) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from timm.data import ImageDataset
 from torch.utils.data import Dataset
+from torchvision.datasets import DatasetFolder
 
 from aft_vision.data.augment import eval_transform, train_transform
 from aft_vision.data.images import LOSSES, CorruptImageError, Decoding, TransformError, open_image
@@ -138,8 +139,8 @@ class CheckedDataset(ImageData, Dataset, ABC):
         """Return the name of an image for errors, which is its path if it has one."""
 
     def key_of(self, index: int) -> str:
-        """Return the name of an image within the data set, wherever that is."""
-        return self.name_of(index)
+        """Return the name of an image within the data set, wherever that is; without one its place among all."""
+        return f'{index} of {len(self)}'
 
 
 class CheckedImageDataset(CheckedDataset, ImageDataset):
@@ -171,8 +172,10 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
 
     def key_of(self, index: int) -> str:
         name = self.filename(index, absolute=True)
-        if not name or self.archive is not None:
-            return name or str(index)
+        if not name:
+            return super().key_of(index)
+        if self.archive is not None:
+            return name
         return os.path.relpath(name, self.reader.root) if hasattr(self.reader, 'root') else name
 
 
@@ -206,6 +209,11 @@ class TorchvisionDataset(CheckedDataset):
 
     def name_of(self, index: int) -> str:
         return f'image {index}'
+
+    def key_of(self, index: int) -> str:
+        if not isinstance(self.dataset, DatasetFolder):
+            return super().key_of(index)
+        return os.path.relpath(self.dataset.samples[index][0], self.dataset.root)
 
 
 class CheckedSubset(CheckedDataset):

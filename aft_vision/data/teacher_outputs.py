@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from aft_vision.data.datasets import Split
 from aft_vision.data.sampling import CROP, derive_seed, restored_generators, seed_generators
 from aft_vision.files import replacing
 
-FACTS, NAMES = 'outputs.json', 'images.txt'
+FACTS, NAMES = 'outputs.json', 'images.json'
 # States of an image: not yet seen, stored, or skipped because it cannot be read.
 MISSING, STORED, SKIPPED = 0, 1, 2
 
@@ -39,6 +39,8 @@ class Facts:
     Attributes:
         teacher: Its name.
         weights: Hash of its weights.
+        mean, std: Of its normalisation.
+        amp: Precision in which it was run, as in the section `run`.
         class_names: Classes of the data set, which the outputs are of.
         size: (H, W) in pixels at which the teacher sees each crop.
         crops: Crops of each image.
@@ -51,6 +53,9 @@ class Facts:
 
     teacher: str
     weights: str
+    mean: list[float]
+    std: list[float]
+    amp: str
     class_names: list[str]
     size: list[int]
     crops: int
@@ -83,7 +88,7 @@ def image_names(split: Split) -> list[str]:
     """Return the name of each image of a split within its folder or archive.
 
     Raises:
-        ValueError: the images have no known order, or the same name.
+        ValueError: the images have no known order or classes, or the same name.
     """
     dataset = split.dataset
     if not isinstance(dataset, CheckedDataset):
@@ -91,15 +96,17 @@ def image_names(split: Split) -> list[str]:
             'expected images in a folder, a tar file or a data set that is not streamed for the outputs of a teacher, '
             f'got {type(dataset).__name__}'
         )
+    if dataset.targets is None:
+        raise ValueError('expected a data set that lists the classes of its images for the outputs of a teacher')
     names = [dataset.key_of(index) for index in range(len(dataset))]
     if len(set(names)) < len(names):
         raise ValueError('expected a name for each image, got several images of the same name')
     return names
 
 
-def hash_lines(lines: Sequence[str]) -> str:
+def hash_names(names: Sequence[str]) -> str:
     """Return a hash of names."""
-    return hashlib.sha256('\n'.join(lines).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()
 
 
 def hash_weights(model: nn.Module) -> str:
@@ -130,7 +137,7 @@ class TeacherOutputs:
         try:
             content = json.loads((self.folder / FACTS).read_bytes())
             self.facts = Facts(**{each.name: content[each.name] for each in fields(Facts)})
-            self.names = (self.folder / NAMES).read_text(encoding='utf-8').splitlines()
+            self.names: list[str] = json.loads((self.folder / NAMES).read_bytes())
             expected = self.facts.arrays(len(self.names))
             self.arrays = {name: np.load(self.folder / f'{name}.npy', mmap_mode='r') for name in expected}
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
@@ -138,7 +145,7 @@ class TeacherOutputs:
                 f'expected the outputs of a teacher in {self.folder}, as train.store_teacher writes them, got: {error}'
             ) from error
         found = {name: (array.shape, str(array.dtype)) for name, array in self.arrays.items()}
-        if found != expected or hash_lines(self.names) != self.facts.images:
+        if found != expected or hash_names(self.names) != self.facts.images:
             raise ValueError(f'expected the outputs of a teacher in {self.folder} to be whole, got {found}')
 
     @classmethod
@@ -150,7 +157,9 @@ class TeacherOutputs:
         """
         if (folder / FACTS).exists():
             outputs = cls(folder)
-            changed = [key for key, value in asdict(facts).items() if getattr(outputs.facts, key) != value]
+            # The same weights may have another name.
+            given = asdict(replace(facts, teacher=outputs.facts.teacher))
+            changed = [key for key, value in given.items() if getattr(outputs.facts, key) != value]
             if changed:
                 raise ValueError(
                     f'expected {folder} to be a new folder or to have outputs of the same teacher, images and options, '
@@ -160,15 +169,19 @@ class TeacherOutputs:
         folder.mkdir(parents=True, exist_ok=True)
         for name, (shape, kind) in facts.arrays(len(names)).items():
             np.lib.format.open_memmap(folder / f'{name}.npy', mode='w+', dtype=kind, shape=shape).flush()
-        (folder / NAMES).write_text('\n'.join(names), encoding='utf-8')
+        (folder / NAMES).write_text(json.dumps(names), encoding='utf-8')
         # Its facts make the folder valid.
         with replacing(folder / FACTS) as path:
             path.write_text(json.dumps(asdict(facts)), encoding='utf-8')
         return cls(folder)
 
+    def count(self, state: int) -> int:
+        """Return the number of images of a state."""
+        return int((self.arrays['state'] == state).sum())
+
     def missing(self) -> np.ndarray:
-        """Return the images that are not stored."""
-        return np.flatnonzero(self.arrays['state'] == MISSING)
+        """Return the images that are not stored, also those that could not be read."""
+        return np.flatnonzero(self.arrays['state'] != STORED)
 
     def write(self, images: Sequence[int], state: int, **values: np.ndarray) -> None:
         """Store the outputs of some images, and then that they are stored."""
@@ -192,10 +205,10 @@ class TeacherOutputs:
                 f'expected the outputs in {self.folder} to be of the {len(split.class_names)} classes of the data set, '
                 f'in their order, got {len(self.facts.class_names)}'
             )
-        if len(missing := self.missing()):
+        if missing := self.count(MISSING):
             raise ValueError(
-                f'expected the outputs of all {len(self.names)} images in {self.folder}, got none of {len(missing)}; '
-                'run train.store_teacher again, which continues'
+                f'expected the outputs of all {len(self.names)} images in {self.folder}, got those of '
+                f'{len(self.names) - missing}; run train.store_teacher again, which continues'
             )
         places, names = {name: place for place, name in enumerate(self.names)}, image_names(split)
         if others := [name for name in names if name not in places]:
@@ -203,7 +216,15 @@ class TeacherOutputs:
                 f'expected images that the teacher has seen in {self.folder}, got {len(others)} others, such as '
                 f'{others[0]}'
             )
-        return np.array([places[name] for name in names])
+        found = np.array([places[name] for name in names])
+        skipped = found[self.arrays['state'][found] == SKIPPED]
+        if len(skipped) and split.dataset.on_corrupt == 'raise':
+            raise ValueError(
+                f'expected the outputs of every image in {self.folder}, got none of {len(skipped)} that could not be '
+                f'read, such as {self.names[skipped[0]]}; run train.store_teacher again, or set '
+                'data.on_corrupt_image=skip'
+            )
+        return found
 
     def cut(self, image: Image.Image, code: int, size: Sequence[int]) -> Image.Image:
         """Return a crop of an image in RGB, resized to (H, W) and flipped as the teacher saw it.
@@ -244,11 +265,16 @@ class TaughtDataset(ScheduledTransformDataset):
     ) -> None:
         super().__init__(dataset, transforms)
         self.sizes, self.outputs, self.places = sizes, outputs, places
+        self.is_stored = self.outputs.arrays['state'][places] == STORED
 
     def __getitem__(self, index: tuple[int, int]) -> tuple[Tensor, int]:
         dataset: Any = self.dataset
-        image, _ = dataset[index[0]]
-        # Another one in place of an image that cannot be read.
+        # The teacher could not read every image, and the data set may take another one in place of the chosen.
+        for chosen in range(index[0], index[0] + len(dataset)):
+            if self.is_stored[chosen % len(dataset)]:
+                image, _ = dataset[chosen % len(dataset)]
+                if self.is_stored[dataset.last]:
+                    break
         place, crops = int(self.places[dataset.last]), self.outputs.facts.crops
         code = place * crops + random.randrange(crops)
         with naming(dataset.name_of_last):
