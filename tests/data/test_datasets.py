@@ -635,7 +635,7 @@ def test_a_tar_of_tar_files_is_named(tmp_path, kept, place):
         shutil.rmtree(folder / 'train' / name)
     (folder / place).parent.mkdir(exist_ok=True)
     inner.rename(folder / place)
-    message = rf'images in class folders of .*all\.tar, got a tar file of them, .*{place}: unpack it; aft-vision prepare'
+    message = rf'images in class folders of .*all\.tar, got a tar file of them, .*{place}: unpack it; aft-vision'
     with pytest.raises(ValueError, match=message):
         open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', folder))))
 
