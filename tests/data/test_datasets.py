@@ -581,7 +581,7 @@ def layout(root: Path, *names: str) -> None:
         (['train/a/0.png', 'val/0.png'], r'one folder per class in .*val, got 1 images without one; move each'),
         (
             ['train/a/0.png', 'val/ILSVRC2012_val_00000001.png'],
-            r'one folder per class in .*val, got 1 images without one; tools\.prepare_imagenet',
+            r'one folder per class in .*val, got 1 images without one; aft-vision prepare-imagenet',
         ),
         (['train/a/0.png', 'val/images/0.png', 'val/val_annotations.txt'], r'--solution .*val_annotations\.txt --out '),
     ],
@@ -635,7 +635,7 @@ def test_a_tar_of_tar_files_is_named(tmp_path, kept, place):
         shutil.rmtree(folder / 'train' / name)
     (folder / place).parent.mkdir(exist_ok=True)
     inner.rename(folder / place)
-    message = rf'images in class folders of .*all\.tar, got a tar file of them, .*{place}: unpack it; tools\.prepare'
+    message = rf'images in class folders of .*all\.tar, got a tar file of them, .*{place}: unpack it; aft-vision'
     with pytest.raises(ValueError, match=message):
         open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', folder))))
 

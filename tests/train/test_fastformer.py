@@ -595,7 +595,10 @@ def test_buckets_depend_on_the_seed_and_the_epoch_alone():
 
 WRONG = {
     'fastformer': [
-        ('model.encoder_mixer=longfomer', r"encoder_mixer = 'longfomer' is not an encoder; did you mean longformer\?$"),
+        (
+            'model.encoder_mixer=longfomer',
+            r"'longfomer' is not an encoder; did you mean longformer\?; import the module",
+        ),
         ('model.preset=imbd', r"model\.preset = 'imbd' is not a preset; did you mean imdb"),
         ('model.hiden_size=3', r"model\.hiden_size = 3: Key .* Did you mean .*'hidden_size'"),
         ('model.hidden_size=wide', r"model\.hidden_size = 'wide': "),
