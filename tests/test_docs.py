@@ -6,16 +6,19 @@ data where the document says that they are. What runs smaller is in SMALLER.
 
 import importlib.util
 import inspect
+import io
 import json
 import re
 import shlex
 import shutil
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import dropwhile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
 
@@ -80,12 +83,13 @@ SMALLER = {
     'results/native_shapes.md': {'(64, 100, 144, 196), 7, 12': '(4, 9), 2, 1'},
 }
 # Commands that are not of this repository; the first word of a line, behind variables that it sets.
-OTHERS = {'pip', 'make', 'hf', 'apt-get', 'export', 'scontrol', 'exit', '[', '...'}
+OTHERS = {'pip', 'npm', 'make', 'hf', 'apt-get', 'export', 'scontrol', 'uvicorn', 'curl', 'exit', '[', '...'}
 # What the reader puts a file of their own in the place of, or what a run leaves, and what has the keys of such a file.
 PLACEHOLDERS = ('CONFIG', 'FILE', 'runs/reviews/config.yaml')
 STAND_INS = {
     'train.imagenet': 'configs/smoke/one_epoch.yaml',
     'train.throughput': 'configs/smoke/one_epoch.yaml',
+    'train.store_teacher': 'configs/smoke/one_epoch.yaml',
     'train.convert': 'configs/smoke/convert.yaml',
     'train.pixel': 'configs/smoke/pixel.yaml',
     'train.char': 'configs/smoke/char.yaml',
@@ -155,7 +159,8 @@ def write_onnx(path: str) -> None:
     ends = [onnx.helper.make_tensor_value_info(name, 1, ('b', 3, 'h', 'w')) for name in ('images', 'logits')]
     graph = onnx.helper.make_graph(nodes, 'pool', ends[:1], ends[1:])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid('', 18)], ir_version=10)
-    about = {'mean': [0.5] * 3, 'std': [0.5] * 3, 'interpolation': 'bicubic', 'crop_pct': 0.9, 'label_names': [*'abc']}
+    about = {'input_size': [3, 96, 96], 'mean': [0.5] * 3, 'std': [0.5] * 3, 'label_names': [*'abc']}
+    about |= {'interpolation': 'bicubic', 'crop_pct': 0.9}
     onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in about.items()})
     onnx.save(model, path)
 
@@ -185,7 +190,8 @@ def write_texts() -> None:
 FURNITURE = {
     'README.md': write_image_models,
     'guide/export.md': write_programs,
-    'guide/finetune.md': lambda: link_photographs(Path('IMAGES'), 5, 1, classes=2),
+    # Class folders without splits, as most readers have them.
+    'guide/finetune.md': lambda: link_photographs(Path('.'), 8, 0, classes=2).joinpath('train').rename('IMAGES'),
     'guide/fastformer.md': write_text_models,
     'guide/fastformer_data.md': write_texts,
     'guide/fastformer_recommendation.md': write_texts,
@@ -240,11 +246,31 @@ def test_the_examples_in_python_run(name, tmp_path, monkeypatch, request):
     # A warning that is addressed to the reader, as of a deprecation, is an error as it is within the package.
     namespace = {'__name__': 'aft_vision.examples', **names_at_hand(name)}
     for block in blocks(name, 'python'):
-        if 'onnx' in block and not HAS_ONNX:
+        if ('onnx' in block and not HAS_ONNX) or 'fastapi' in block:
             continue
         for stands, runs in SMALLER.get(name, {}).items():
             block = block.replace(stands, runs)
         exec(compile(block, name, 'exec'), namespace)
+
+
+def test_the_server_of_the_guide_answers_an_upload_as_the_command_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_image_models()
+    # FastAPI calls the function with the upload; what else it does needs no test here.
+    fastapi: Any = ModuleType('fastapi')
+    fastapi.FastAPI = lambda: SimpleNamespace(post=lambda path: lambda function: function)
+    fastapi.HTTPException, fastapi.UploadFile = RuntimeError, Any
+    monkeypatch.setitem(sys.modules, 'fastapi', fastapi)
+    (block,) = (block for block in blocks('guide/predict.md', 'python') if 'fastapi' in block)
+    exec(compile(block, 'server.py', 'exec'), server := {})
+    Image.new('RGB', (120, 100), 'red').save('PHOTO.jpg')
+    (row,) = main_module('tools.predict').main(['PHOTO.jpg', '--checkpoint', 'runs/demo'])
+    with open('PHOTO.jpg', 'rb') as file:
+        found = server['predict'](SimpleNamespace(file=file))
+    assert found == pytest.approx({each['class']: each['probability'] for each in row['classes']}, abs=1e-5)
+    with pytest.raises(RuntimeError) as error:
+        server['predict'](SimpleNamespace(file=io.BytesIO(b'no image')))
+    assert error.value.args[0] == 400
 
 
 def test_what_is_made_smaller_stands_in_the_documents():
@@ -305,10 +331,10 @@ def check_module(*words: str) -> None:
     if not name.startswith(('tools.', 'train.')):
         return
     module = main_module(name)
-    if name.startswith('tools.') or name == 'train.throughput':
-        args = module.parse_args(arguments)
-    else:
+    if hasattr(module, 'EXAMPLE'):
         args = parse_args(module.__doc__, module.EXAMPLE, arguments)
+    else:
+        args = module.parse_args(arguments)
     if name.startswith('train.') and args.config is not None:
         path = STAND_INS[name] if str(args.config) in PLACEHOLDERS else args.config
         if name == 'train.fastformer':

@@ -45,7 +45,7 @@ def create_data_loader(
         num_classes=args.num_classes,
         max_image_pixels=decoding(args).max_pixels,
         bits=args.bits,
-        on_corrupt_image='skip' if args.skip_corrupt else 'raise',
+        on_corrupt_image='skip',
     )
     crop_pct = trained['crop_pct'] if args.crop_pct is None else args.crop_pct
     preprocessing = Preprocessing(size, crop_pct, trained['mean'], trained['std'])

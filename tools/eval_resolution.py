@@ -31,7 +31,8 @@ file.
 Prints top-1 with its standard error, top-5 of more than five classes, images/s of the forward pass and peak memory (of
 the device, or of the process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
 Several checkpoints make eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training
-size, a column per test size. Earlier results are replaced with --overwrite only.
+size, a column per test size. Earlier results are replaced with --overwrite only. Images that cannot be decoded are
+named, counted and left out.
 """
 
 import argparse
@@ -109,7 +110,7 @@ from torch import nn
 from aft_vision.commandline import run_command
 from aft_vision.data import NativeShape
 from aft_vision.devices import peak_memory_mb, reset_peak_memory, resolve_device
-from aft_vision.evaluate import evaluate_all, find_classes
+from aft_vision.evaluate import ClassEvaluator, evaluate_all, find_classes
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import (
@@ -241,39 +242,6 @@ def print_classes(rows: Sequence[dict[str, Any]]) -> None:
             for top1, title in zip(found, titles, strict=True)
         )
         print(f'{name:{width}}  {first["samples"]:>6}  ' + '  '.join(cells))
-
-
-class ClassEvaluator(ClassificationEvaluator):
-    """timm's evaluator with counts by class.
-
-    Attributes:
-        by_class: (classes, 3): samples, and correct ones among the first and the first five predictions.
-    """
-
-    def __init__(self, device: torch.device, num_classes: int) -> None:
-        super().__init__(device)
-        self.by_class = torch.zeros(num_classes, 3, dtype=torch.int64, device=device)
-
-    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
-        super().update(output, target)
-        correct = output.topk(min(5, output.shape[-1]), dim=-1).indices.eq(target[:, None])
-        counts = torch.stack([torch.ones_like(target), correct[:, 0], correct.any(dim=-1)], dim=-1)
-        self.by_class.index_add_(0, target, counts.to(self.by_class))
-
-    def describe(self, class_names: Sequence[str]) -> dict[str, dict[str, float | None]]:
-        """Return samples, top-1 and, of more than five classes, top-5 accuracy in percent by name.
-
-        It is None for a class without samples.
-        """
-        has_top5 = len(class_names) > 5
-        return {
-            name: {
-                'samples': samples,
-                'top1': 100 * top1 / samples if samples else None,
-                **({'top5': 100 * top5 / samples if samples else None} if has_top5 else {}),
-            }
-            for name, (samples, top1, top5) in zip(class_names, self.by_class.tolist(), strict=True)
-        }
 
 
 def evaluate_at(

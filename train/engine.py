@@ -228,13 +228,13 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
                 state.set_rate()
             due = spent or reached.epoch % loop.eval_every == 0 or reached.epoch == loop.epochs
             try:
-                evaluated = _evaluate(state, loaders.validation if due else None)
+                evaluated, evaluators = _evaluate(state, loaders.validation if due else None)
             except FloatingPointError:
                 saver.withdraw_last(state)
                 raise
             row = {f'train_{name}': value for name, value in trained.items()}
             reached.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
-            _keep_best(state, evaluated, saver)
+            _keep_best(state, evaluated, evaluators, saver)
             saver.save_last(state)
             log.log_epoch(epoch, state.progress.updates, trained, evaluated)
             if state.world.is_primary:
@@ -279,14 +279,19 @@ def _until_signal(state: TrainState, saver: Saver) -> Iterator[tuple[Callable[[]
         yield after_update, lambda: stop(asked())
 
 
-def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
-    """Evaluate the weights and their average; without a loader return NaN."""
+def _evaluate(state: TrainState, loader: Any | None) -> tuple[dict[str, float], dict[str, Any]]:
+    """Evaluate the weights and their average; without a loader return NaN.
+
+    Returns:
+        The metrics, with the prefix `ema_` for the average, and by prefix the evaluators.
+    """
     models = {'': state.model}
     if state.averaged_model is not None:
         models['ema_'] = state.averaged_model
     names, world = state.objective.metrics, state.world
+    evaluators = {prefix: state.objective.create_evaluator(state.task) for prefix in models}
     if loader is None:
-        return {prefix + name: math.nan for prefix in models for name in names}
+        return {prefix + name: math.nan for prefix in models for name in names}, evaluators
     if world.is_distributed:
         # Each process has the statistics of its own batches; saved are those of the first one.
         for model in models.values():
@@ -294,7 +299,7 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
     options: dict[str, Any] = {
         'amp_dtype': state.amp_dtype,
         'distributed': world.is_distributed,
-        'evaluator': state.task.create_evaluator,
+        'evaluator': iter(evaluators.values()).__next__,
     }
     metrics = evaluate_all(list(models.values()), loader, world.device, **options)
     found = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
@@ -303,10 +308,10 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
             f'expected a finite validation loss, got {found["loss"]} after epoch {state.progress.epoch}; '
             f'the checkpoints are those before it, as far as run.keep goes back; {REMEDY}'
         )
-    return found
+    return found, evaluators
 
 
-def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> None:
+def _keep_best(state: TrainState, evaluated: dict[str, float], evaluators: dict[str, Any], saver: Saver) -> None:
     """Save the weights or their average if they are the best so far, of equal results those with the lower loss."""
     reached, is_better, name = state.progress, state.objective.is_better, state.objective.best
     value, loss = evaluated[name], evaluated['loss']
@@ -317,7 +322,8 @@ def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> 
     # NaN is never better, so an epoch without an evaluation is never the best.
     if is_better(value, reached.best, loss, reached.best_eval_loss):
         reached.best, reached.best_eval_loss = value, loss
-        saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None)
+        by_class = getattr(evaluators['' if averaged is None else 'ema_'], 'by_class', None)
+        saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None, by_class)
 
 
 def _progress_bar(state: TrainState, progress: bool) -> tqdm:

@@ -15,6 +15,7 @@ run.resume=auto continues an interrupted run or starts a new one.
 on the command line, else best.pth in the folder of the run, else those that the run would start from.
 """
 
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,8 +31,8 @@ if __name__ == '__main__':
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate
 from aft_vision.export import export_model
-from aft_vision.models.checkpoint import load_model
-from aft_vision.visualize import describe_targets, draw_history, save_figure
+from aft_vision.models.checkpoint import load_model, read_checkpoint
+from aft_vision.visualize import class_names, describe_targets, draw_history, save_figure
 from train.build import (
     build_evaluation,
     build_loaders,
@@ -101,8 +102,9 @@ def train_classifier(
     start = describe_start(config)
     if world.is_primary and start:
         print(start)
-    if world.is_primary and config.distill.teacher is not None:
-        print(f'distilled from {config.distill.teacher} ({config.distill.kind})')
+    taught_by = config.distill.teacher if loaders.outputs is None else loaders.outputs.facts.teacher
+    if world.is_primary and taught_by is not None:
+        print(f'distilled from {taught_by} ({config.distill.kind})')
     with lock_run(run_dir) if world.is_primary else nullcontext():
         run = config.run
         saver = Saver(run_dir, description, run.keep, run.save_minutes, experiment)
@@ -145,11 +147,26 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
     export_model(model, run_dir / 'export', description['class_names'], description['data_config'])
     targets = describe_targets(state.record)
     save_figure(draw_history(state.progress.history, targets), run_dir / 'curves.png')
-    print(f'best top-1 {state.progress.best:.1f} %; in {run_dir}:')
+    by_class = read_checkpoint(run_dir / BEST).get('by_class')
+    worst = '' if by_class is None else describe_worst(class_names(model), by_class[:, :2].tolist())
+    print(f'best top-1 {state.progress.best:.1f} %{worst}\nin {run_dir}:')
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
     print('  summary.csv         every epoch    curves.png  the metrics as plots')
     print('  config.yaml         to repeat the run', end='')
     print('    tensorboard/  for tensorboard --logdir' if state.loop.tensorboard else '')
+    print(f'python -m tools.report --checkpoint {shlex.quote(str(run_dir))} shows what it confuses')
+
+
+def describe_worst(names: Sequence[str], by_class: Sequence[Sequence[int]], most: int = 3) -> str:
+    """Return the classes of the lowest accuracy, as the end of a line; '' for a single class.
+
+    Args:
+        by_class: Images and right predictions of each class; a class without images is left out.
+        most: Number of classes that are named.
+    """
+    found = [(right / images, -images, name) for name, (images, right) in zip(names, by_class, strict=True) if images]
+    worst = [f'{name} {100 * share:.1f} % of {-images}' for share, images, name in sorted(found)[:most]]
+    return f'; worst classes: {", ".join(worst)}' if len(found) > 1 else ''
 
 
 if __name__ == '__main__':

@@ -1,6 +1,7 @@
 """The data sets of the loaders, which report or skip images that cannot be decoded."""
 
 import logging
+import os
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from aft_vision.data.images import LOSSES, CorruptImageError, Decoding, Transfor
 
 # If more images than this are skipped in a row, the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
-REMEDY = 'data.on_corrupt_image=skip, or --skip-corrupt of a tool, leaves such images out'
+REMEDY = 'data.on_corrupt_image=skip leaves such images out'
 
 _logger = logging.getLogger(__name__)
 
@@ -136,6 +137,10 @@ class CheckedDataset(ImageData, Dataset, ABC):
     def name_of(self, index: int) -> str:
         """Return the name of an image for errors, which is its path if it has one."""
 
+    def key_of(self, index: int) -> str:
+        """Return the name of an image within the data set, wherever that is."""
+        return self.name_of(index)
+
 
 class CheckedImageDataset(CheckedDataset, ImageDataset):
     """timm's ImageDataset with the path in the error for an image that cannot be decoded.
@@ -164,6 +169,12 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
         name = self.filename(index, absolute=True) or f'the image with index {index}'
         return name if self.archive is None else f'{name} in {self.archive}'
 
+    def key_of(self, index: int) -> str:
+        name = self.filename(index, absolute=True)
+        if not name or self.archive is not None:
+            return name or str(index)
+        return os.path.relpath(name, self.reader.root) if hasattr(self.reader, 'root') else name
+
 
 class TorchvisionDataset(CheckedDataset):
     """A map-style data set of torchvision, whose own transform is None."""
@@ -182,14 +193,19 @@ class TorchvisionDataset(CheckedDataset):
         return len(self.dataset)
 
     def _read(self, index: int) -> tuple[Any, int]:
-        return self.dataset[index]
+        try:
+            image, target = self.dataset[index]
+            if isinstance(image, Image.Image):
+                # Some data sets only open the file.
+                image.load()
+        except (OSError, SyntaxError) as error:
+            raise CorruptImageError(
+                f'expected an image that can be decoded, got {self.name_of(index)}: {error}'
+            ) from error
+        return image, target
 
     def name_of(self, index: int) -> str:
         return f'image {index}'
-
-    def name_once(self, flag: int, error: CorruptImageError) -> None:
-        # Such data sets cannot skip images.
-        raise error
 
 
 class CheckedSubset(CheckedDataset):
@@ -211,3 +227,6 @@ class CheckedSubset(CheckedDataset):
 
     def name_of(self, index: int) -> str:
         return self.dataset.name_of(int(self.indices[index]))
+
+    def key_of(self, index: int) -> str:
+        return self.dataset.key_of(int(self.indices[index]))

@@ -1,5 +1,6 @@
 """Pictures of training, accuracy, position biases, keys and attention, and a page of them (needs the extra `viz`)."""
 
+from aft_vision.data.class_names import class_labels, class_names
 from aft_vision.visualize.accuracy import LabelledPrediction, predict_labelled
 from aft_vision.visualize.attention import (
     attention_heads,
@@ -15,7 +16,7 @@ from aft_vision.visualize.biases import (
     draw_position_biases,
     position_biases,
 )
-from aft_vision.visualize.capture import MixerInputs, capture_mixers
+from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_token_grid
 from aft_vision.visualize.figure import DPI, evenly_spaced, figure_png, literal, new_figure, save_figure
 from aft_vision.visualize.history import (
     describe_targets,
@@ -28,10 +29,9 @@ from aft_vision.visualize.page import render_page
 from aft_vision.visualize.photographs import (
     Photograph,
     SkippedImages,
-    class_labels,
-    class_names,
     find_photographs,
     find_readable,
+    list_photographs,
     load_batches,
     load_image,
     load_photograph,

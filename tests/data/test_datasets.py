@@ -25,7 +25,7 @@ from aft_vision.data import (
     create_eval_loader,
     create_loaders,
 )
-from aft_vision.data.checked import ImageData
+from aft_vision.data.checked import ImageData, TorchvisionDataset
 from aft_vision.data.datasets import open_eval_split, open_train_split, with_evaluation_images
 from aft_vision.data.images import TransformError
 from aft_vision.data.layout import MissingSplitError
@@ -694,10 +694,6 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
     ('options', 'message'),
     [
         ({'name': 'torch/mnist'}, 'expected the folder of torch/mnist, got none'),
-        (
-            {'name': 'torch/x', 'dir': 'y', 'on_corrupt_image': 'skip'},
-            'only .*, hfds/, wds/ can skip corrupt .*, got torch/x',
-        ),
         ({'dir': 'x', 'input_key': 'jpg'}, r"data\.input_key belongs to a data set of data\.name, got 'jpg'"),
         ({'dir': 'x', 'on_corrupt_image': 'ignore'}, "must be 'raise' or 'skip', got 'ignore'"),
         ({'dir': 'x', 'num_classes': 0}, 'expected num_classes to be at least 1'),
@@ -816,6 +812,32 @@ def test_the_evaluation_loader_has_the_images_that_training_held_apart(tmp_path)
     assert names == ['a', 'b', 'c', 'd']
 
 
+@pytest.mark.parametrize('skips', [False, True])
+@pytest.mark.parametrize('layout', ['folder', 'folder with splits', 'tar', 'share'])
+def test_the_training_images_are_read_as_in_evaluation(tmp_path, layout, skips):
+    folder = make_numbered(tmp_path / 'train' if 'split' in layout else tmp_path / 'all', COUNTS)
+    place = {'tar': tmp_path / 'all.tar', 'folder with splits': tmp_path}.get(layout, folder)
+    if layout == 'tar':
+        make_tar(place, folder)
+    if layout == 'folder with splits':
+        make_folder(tmp_path, {'val': list(COUNTS)}, images=3)
+    if skips and layout != 'tar':
+        (folder / 'a' / '0.png').write_bytes(b'damaged')
+    source = Source(
+        dir=str(place),
+        val_share=0.2 if layout == 'share' else None,
+        val_share_without_split=0.2,
+        on_corrupt_image='skip' if skips else 'raise',
+    )
+    loader, names = create_eval_loader(source, PLAIN, 4, num_workers=0, training=True)
+    found = [round(255 * float(image.mean())) for images, _ in loader for image in images]
+    wanted = divide(source)[0] if layout != 'folder with splits' else list(range(66))
+    # Each once: another image does not take the place of one that is left out.
+    damaged = {0} if skips and layout != 'tar' else set()
+    assert found == [each for each in sorted({*wanted}) if each not in damaged]
+    assert names == ['a', 'b', 'c', 'd']
+
+
 def test_a_share_of_torchvisions_training_images_is_held_apart(tmp_path, monkeypatch):
     root = cifar10(tmp_path, monkeypatch)
     source = Source(name='torch/cifar10', dir=str(root), val_share=0.2)
@@ -931,14 +953,17 @@ def test_a_hidden_folder_that_torchvision_takes_for_a_class_is_refused(tmp_path)
         open_train_split(source)
 
 
-def test_an_image_of_torchvision_that_cannot_be_read_is_an_error_without_advice_to_skip_it(tmp_path):
+def test_an_image_of_torchvision_that_cannot_be_decoded_is_an_error_or_skipped(tmp_path, caplog):
     folder = make_folder(tmp_path, {'train': ['a', 'b']})
-    damage(min((folder / 'train' / 'a').iterdir()), 'cut')
-    split = open_train_split(Source(name='torch/image_folder', dir=str(folder)))
-    assert split.describe().endswith(' images, 2 classes')
-    with pytest.raises(CorruptImageError, match='can be decoded') as error:
-        split.dataset[0]
-    assert 'skip' not in str(error.value)
+    damage(folder / 'train' / 'a' / '0.png', 'cut')
+    source = Source(name='torch/image_folder', dir=str(folder), eval_split='train')
+    with pytest.raises(CorruptImageError, match=r'a/0\.png: .*; data\.on_corrupt_image=skip'):
+        evaluate(source)
+    assert evaluate(replace(source, on_corrupt_image='skip'))[1].tolist() == [0, 1, 1]
+    assert 'skipped: expected an image that can be decoded, got ' in caplog.text
+    # As torchvision's iNaturalist, which only opens the file.
+    with pytest.raises(CorruptImageError, match='got image 0: '):
+        TorchvisionDataset([(Image.open(folder / 'train' / 'a' / '0.png'), 0)])[0]
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,14 @@ def two(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_train_as_one(one, two):
     assert_same_training(two, one)
     assert load(two)['world_size'] == 2
+    counts = [torch.load(folder / 'best.pth', weights_only=True)['by_class'] for folder in (two, one)]
+    assert counts[0].tolist() == counts[1].tolist()
+    assert counts[0][:, 0].sum() == 20
     # The first process alone writes and prints.
     shown = two.with_suffix('.log').read_text()
     assert shown.count('epoch 1/2') == 1
     assert shown.count('2 processes, the first on cpu') == 1
+    assert shown.count('worst classes: ') == 1
 
 
 @pytest.mark.slow
