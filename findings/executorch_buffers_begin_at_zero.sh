@@ -2,8 +2,8 @@
 # executorch 1.5.1: a buffer that the model changes loses its value in a program, without a word, and begins at 0.
 #
 # The memory of such a buffer is planned but nothing is written into it, as it is taken for a cache that the first call fills.
-# One guesses that it begins at the value it has, as a buffer that is only read does. Who exports a model with a counter, running
-# statistics or a state that begins at something else meets it: `InitializedMutableBufferPass`.
+# One guesses that it begins at the value it has, as a buffer that is only read does. Who exports a model with a counter,
+# running statistics or a state that begins at something else meets it: `InitializedMutableBufferPass`.
 #
 # Seen: a buffer of 5, counted up by each call: torch 6 7 8, ExecuTorch 1 2 3, with the pass 6 7 8
 PACKAGES='executorch==1.5.1 torch==2.14.1 numpy==2.4.6'

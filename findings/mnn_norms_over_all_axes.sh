@@ -25,7 +25,8 @@ def save(opset):
     """Write a file that takes the norm of each row."""
     axes = numpy_helper.from_array(numpy.array([1]), 'axes')
     new = opset >= 18
-    node = helper.make_node('ReduceL2', ['x', 'axes'] if new else ['x'], ['y'], keepdims=0, **({} if new else {'axes': [1]}))
+    inputs, options = (['x', 'axes'], {}) if new else (['x'], {'axes': [1]})
+    node = helper.make_node('ReduceL2', inputs, ['y'], keepdims=0, **options)
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (('x', [2, 2]), ('y', [2])))
     graph = helper.make_graph([node], 'norm', [x], [y], initializer=[axes] if new else [])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid('', opset)], ir_version=8), f'{opset}.onnx')
@@ -34,13 +35,15 @@ def save(opset):
 def by_mnn(opset):
     """Return what MNN computes from the file."""
     _tools.mnnconvert(['', '-f', 'ONNX', '--modelFile', f'{opset}.onnx', '--MNNModel', f'{opset}.mnn', '--bizCode', 'x'])
-    output = nn.load_module_from_file(f'{opset}.mnn', ['x'], ['y']).forward([expr.const(ROWS, [2, 2], expr.NCHW, expr.float)])[0]
+    rows = expr.const(ROWS, [2, 2], expr.NCHW, expr.float)
+    output = nn.load_module_from_file(f'{opset}.mnn', ['x'], ['y']).forward([rows])[0]
     return [round(float(value), 1) for value in numpy.array(output.read()).reshape(-1)]
 
 
 save(13)
 save(18)
 seen = onnxruntime.InferenceSession('18.onnx').run(None, {'x': ROWS})[0].tolist(), by_mnn(13), by_mnn(18)
-print('L2 norm of 2 rows of (3, 4), (6, 8): onnxruntime {}, MNN of opset 13 {}, MNN of opset 18 {}'.format(*seen), file=open(3, 'w'))
+text = 'L2 norm of 2 rows of (3, 4), (6, 8): onnxruntime {}, MNN of opset 13 {}, MNN of opset 18 {}'
+print(text.format(*seen), file=open(3, 'w'))
 raise SystemExit(seen[0] != [5, 10] or seen[1] != [5, 10] or seen[2] != [11.2])
 P

@@ -2,8 +2,8 @@
 # OpenCV 5.0.0: average pooling in ceil mode counts pixels beyond the image and its padding.
 #
 # A last window that hangs over the edge has fewer pixels; torch, ONNX and onnxruntime divide by those, with
-# `count_include_pad=1`, torch's default, too, as there is no padding. OpenCV divides by the whole window, without a word, so the
-# last row and column are too small. One guesses the same mean. Who exports `AvgPool2d(2, ceil_mode=True)` for odd sizes meets
+# `count_include_pad=1`, torch's default, too, as there is no padding. OpenCV divides by the whole window, without a word, so
+# the last row and column are too small. One guesses the same mean. Who exports `AvgPool2d(2, ceil_mode=True)` for odd sizes meets
 # it: `count_include_pad=False`, as timm's ResNets have it, which OpenCV reads right.
 #
 # Seen: ones of 3 x 3, window 2: onnxruntime 1 1 1 1, OpenCV 1 0.5 0.5 0.25, with count_include_pad=0 1 1 1 1

@@ -34,8 +34,8 @@ class Mixer(torch.nn.Module):
 def count(form, backend='pytorch'):
     """The multiply-adds of eight images."""
     options = dict(as_strings=False, print_per_layer_stat=False, backend=backend)
-    inputs = lambda shape: {'tokens': torch.randn(8, *shape)}
-    return get_model_complexity_info(Mixer(form), (16, 32), input_constructor=inputs, **options)[0]
+    options['input_constructor'] = lambda shape: {'tokens': torch.randn(8, *shape)}
+    return get_model_complexity_info(Mixer(form), (16, 32), **options)[0]
 
 
 exact = 8 * 16 * 16 * 32

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # torch 2.14.1: an exported `logaddexp` overflows, and `logsigmoid` of a small number is -inf, without a word.
 #
-# The ONNX exporter writes the plain formulas, log(exp(a) + exp(b)) and log(sigmoid(x)); torch computes both stably. The check of
-# the example does not see it. One guesses the stable form, as softplus and logsumexp have in the file. Who exports a model that
+# The ONNX exporter writes the plain formulas, log(exp(a) + exp(b)) and log(sigmoid(x)); torch computes both stably. The check
+# of the example does not see it. One guesses the stable form, as softplus and logsumexp have in the file. Who exports a model that
 # works in logarithms meets it: `a + softplus(b - a)` and `-softplus(-x)`.
 #
 # Seen: logaddexp(100, 101): torch 101.3, onnxruntime inf, by softplus 101.3; logsigmoid(-30): torch -30.0, onnxruntime -inf, by softplus -30.0
