@@ -75,6 +75,17 @@ def test_what_depends_on_constants_only_is_a_constant_of_the_onnx_file_however_l
     assert not [node.op_type for node in graph.node if constants.issuperset(x for x in node.input if x)]
 
 
+def test_a_file_of_aft_simple_for_one_size_has_no_constants_of_tokens(tmp_path):
+    onnx = pytest.importorskip('onnx')
+    for package in ('onnxruntime', 'onnxscript'):
+        pytest.importorskip(package)
+    model = make('aft_simple_nano')
+    export_onnx(model, tmp_path / 'model.onnx', choose_shape(model, (32, 48), fixed_size=True, batch=1))
+    shapes = [list(x.dims) for x in onnx.load(tmp_path / 'model.onnx').graph.initializer]
+    # The position embedding alone.
+    assert [shape for shape in shapes if len(shape) == 3 and shape[1] >= 24] == [[1, 25, 32]]
+
+
 def test_onnxruntime_does_not_merge_the_columns_beside_the_maps_into_the_convolution(onnx_file, tmp_path):
     onnx, onnxruntime = pytest.importorskip('onnx'), pytest.importorskip('onnxruntime')
     options = onnxruntime.SessionOptions()
