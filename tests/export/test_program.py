@@ -31,6 +31,18 @@ def assert_equal(model: nn.Module, run: Any, batch: int, size: tuple[int, int]) 
     assert ((run(x) - expected).abs().max() / expected.abs().max()).item() <= 1e-5
 
 
+def opencv_runner(path: Path) -> Any:
+    """Load an ONNX file as a function of images, in OpenCV 5: version 4 takes files of one size only."""
+    cv2 = pytest.importorskip('cv2', minversion='5.0')
+    net = cv2.dnn.readNetFromONNX(str(path))
+
+    def run(x: Tensor) -> Tensor:
+        net.setInput(x.numpy())
+        return torch.from_numpy(net.forward())
+
+    return run
+
+
 @pytest.fixture(scope='module')
 def run_onnx(onnx_file):
     return onnx_runner(onnx_file[0])
@@ -102,6 +114,12 @@ def test_openvino_computes_the_same_file_at_every_size(hybrid, onnx_file, size):
     from tools.benchmark.models import openvino_runner
 
     assert_equal(hybrid, openvino_runner(onnx_file[0], 1), 3, size)
+
+
+@pytest.mark.parametrize('size', SIZES, ids=str)
+@pytest.mark.parametrize('batch', [1, 3])
+def test_opencv_computes_the_same_file_at_every_size_and_batch(hybrid, onnx_file, batch, size):
+    assert_equal(hybrid, opencv_runner(onnx_file[0]), batch, size)
 
 
 def test_an_onnx_file_says_how_images_are_prepared(onnx_file):
