@@ -80,12 +80,13 @@ SMALLER = {
     'results/native_shapes.md': {'(64, 100, 144, 196), 7, 12': '(4, 9), 2, 1'},
 }
 # Commands that are not of this repository; the first word of a line, behind variables that it sets.
-OTHERS = {'pip', 'make', 'hf', 'apt-get', 'export', 'scontrol', 'exit', '[', '...'}
+OTHERS = {'pip', 'npm', 'make', 'hf', 'apt-get', 'export', 'scontrol', 'exit', '[', '...'}
 # What the reader puts a file of their own in the place of, or what a run leaves, and what has the keys of such a file.
 PLACEHOLDERS = ('CONFIG', 'FILE', 'runs/reviews/config.yaml')
 STAND_INS = {
     'train.imagenet': 'configs/smoke/one_epoch.yaml',
     'train.throughput': 'configs/smoke/one_epoch.yaml',
+    'train.store_teacher': 'configs/smoke/one_epoch.yaml',
     'train.convert': 'configs/smoke/convert.yaml',
     'train.pixel': 'configs/smoke/pixel.yaml',
     'train.char': 'configs/smoke/char.yaml',
@@ -155,7 +156,8 @@ def write_onnx(path: str) -> None:
     ends = [onnx.helper.make_tensor_value_info(name, 1, ('b', 3, 'h', 'w')) for name in ('images', 'logits')]
     graph = onnx.helper.make_graph(nodes, 'pool', ends[:1], ends[1:])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid('', 18)], ir_version=10)
-    about = {'mean': [0.5] * 3, 'std': [0.5] * 3, 'interpolation': 'bicubic', 'crop_pct': 0.9, 'label_names': [*'abc']}
+    about = {'input_size': [3, 96, 96], 'mean': [0.5] * 3, 'std': [0.5] * 3, 'label_names': [*'abc']}
+    about |= {'interpolation': 'bicubic', 'crop_pct': 0.9}
     onnx.helper.set_model_props(model, {name: json.dumps(value) for name, value in about.items()})
     onnx.save(model, path)
 
@@ -305,10 +307,10 @@ def check_module(*words: str) -> None:
     if not name.startswith(('tools.', 'train.')):
         return
     module = main_module(name)
-    if name.startswith('tools.') or name == 'train.throughput':
-        args = module.parse_args(arguments)
-    else:
+    if hasattr(module, 'EXAMPLE'):
         args = parse_args(module.__doc__, module.EXAMPLE, arguments)
+    else:
+        args = module.parse_args(arguments)
     if name.startswith('train.') and args.config is not None:
         path = STAND_INS[name] if str(args.config) in PLACEHOLDERS else args.config
         if name == 'train.fastformer':

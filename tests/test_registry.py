@@ -40,10 +40,11 @@ PARAMETERS = {
     'aft_conv_small_k11_h16': (20_298_088, 20_288_680),
     'aft_conv_small_k15_h384': (23_020_648, 23_006_824),
     'aft_conv_base_k25_h32_384': (79_864_552, 79_845_736),
+    'aft_pyramid_pico': (3_557_096, 3_555_128),
     'aft_pyramid_nano': (9_582_584, 9_578_872),
     'aft_pyramid_tiny': (11_416_888, 11_411_576),
 }
-PYRAMIDS = ('aft_pyramid_nano', 'aft_pyramid_tiny')
+PYRAMIDS = ('aft_pyramid_nano', 'aft_pyramid_pico', 'aft_pyramid_tiny')
 SMALL_PYRAMID = dict(stem_dim=8, dims=(8, 16, 16, 32), depths=(1, 1, 1, 1), num_heads=(4, 8), head_hidden_size=16)
 # Of images, in pixels: every model takes 224 in tests/models.
 SIZE = 64
@@ -178,7 +179,9 @@ def test_group_matcher_gives_each_block_a_group_of_its_own(name):
     blocks = [f'{n}.{i}.' for n in lists for i in range(len(model.get_submodule(n)))]
     groups = [{group for n, group in group_of.items() if n.startswith(block)} for block in blocks]
     assert all(len(group) == 1 for group in groups)
-    depth = {'aft_pyramid_nano': 10, 'aft_pyramid_tiny': 14}.get(name, 6 if 'nano' in name else 12)
+    depth = {'aft_pyramid_pico': 8, 'aft_pyramid_nano': 10, 'aft_pyramid_tiny': 14}.get(
+        name, 6 if 'nano' in name else 12
+    )
     assert len(set().union(*groups)) == len(blocks) == depth
     assert len(set(group_of.values())) == depth + 2
 

@@ -1,7 +1,8 @@
-"""Export a model to ONNX, torch.export or a hub folder.
+"""Export a model to ONNX, torch.export, a hub folder or a page for browsers.
 
 python -m tools.export --checkpoint FILE_OR_DIR --format onnx --out model.onnx
 python -m tools.export --checkpoint FILE_OR_DIR --format hf --out FOLDER
+python -m tools.export --checkpoint FILE_OR_DIR --format web --out FOLDER --runtime node_modules/onnxruntime-web
 python -m tools.export --model aft_conv_small_k11_h16 --format onnx --lowering matmul --fixed-size --out model.onnx
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; --model is a timm model name, with random
@@ -16,6 +17,9 @@ pt2    torch.export, with the same dynamic sizes. It contains AFT's custom opera
 hf     a folder for timm (`local-dir:FOLDER`), transformers and the Hugging Face hub, with a model card. It also has
        what loads without this package and timm: model.onnx, and model.pt2 with the code by which transformers runs it
        (trust_remote_code=True); --without leaves some of it out. Needs the export extra for model.onnx.
+web    a folder with a page that classifies photographs in the browser, as tools.predict does, with model.onnx and
+       model.json. `python -m http.server --directory FOLDER` serves it. It needs the npm package onnxruntime-web, whose
+       two files are copied from --runtime, or which `npm install` puts into the folder. Needs the export extra.
 
 Every onnx and pt2 file is compared with PyTorch on random images before it gets its name, at three sizes if sizes are
 dynamic. The largest difference is printed, relative to the largest logit; above --tolerance it is an error.
@@ -39,7 +43,7 @@ from train.command_line import CommandParser
 
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
-FORMATS = ('onnx', 'pt2', 'hf')
+FORMATS = ('onnx', 'pt2', 'hf', 'web')
 TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
 INT8_MODES = ('dynamic', 'static')
 LOWERINGS = ('conv', 'matmul')
@@ -58,7 +62,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--format', type=parse_format, required=True, choices=FORMATS, metavar='FORMAT', help=', '.join(FORMATS)
     )
-    parser.add_argument('--out', type=Path, required=True, help='the file, or the folder for hf')
+    parser.add_argument('--out', type=Path, required=True, help='the file, or the folder for hf and web')
     add_size(parser)
     parser.add_argument('--fixed-size', action='store_true', help='fix the image size')
     parser.add_argument('--batch', type=parse_positive, help='fix the batch size (default: any)')
@@ -74,6 +78,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--without', nargs='+', choices=PARTS, default=(), metavar='PART', help=f'of hf: {", ".join(PARTS)}'
     )
+    parser.add_argument('--runtime', type=Path, metavar='FOLDER', help='onnxruntime-web from npm, for web')
     args = parser.parse_args(argv)
     owners = {
         'int8': ['onnx'],
@@ -81,9 +86,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         'aten': ['pt2'],
         'batch': ['onnx', 'pt2'],
         'opset': ['onnx'],
-        'tolerance': ['onnx', 'pt2'],
+        'tolerance': ['onnx', 'pt2', 'web'],
         'license': ['hf'],
         'without': ['hf'],
+        'runtime': ['web'],
     }
     for option, formats in owners.items():
         if getattr(args, option) != parser.get_default(option) and args.format not in formats:
@@ -114,13 +120,16 @@ import aft_vision  # noqa: F401
 from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.export import (
+    Check,
     InputShape,
     choose_shape,
     export_hub_folder,
     export_onnx,
     export_pt2,
+    export_web,
     quantize_onnx,
 )
+from aft_vision.export.web import RUNTIME, RUNTIME_FOLDER
 from aft_vision.files import replacing
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.models.transfer_source import build_model
@@ -138,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     args = parse_args(argv)
     named = args.model is not None and args.model.startswith('local-dir:')
     check_out(args.out, Path(args.model.removeprefix('local-dir:')) if named else args.checkpoint)
-    if args.format == 'hf' and args.out.is_file():
-        raise ValueError(f'expected a folder for --format hf, got --out {args.out}, a file')
+    if args.format in ('hf', 'web') and args.out.is_file():
+        raise ValueError(f'expected a folder for --format {args.format}, got --out {args.out}, a file')
     if args.format in ('onnx', 'pt2') and args.out.is_dir():
         raise ValueError(f'expected a file for --format {args.format}, got --out {args.out}, a folder')
     model: Any
@@ -154,10 +163,16 @@ def main(argv: Sequence[str] | None = None) -> Path:
         parts = [part for part in PARTS if part not in args.without]
         for name, found in export_hub_folder(model, args.out, args.size, content, args.license, parts).items():
             print(f'{name}: differs from PyTorch by at most {max(check.difference for check in found):.1e}')
+    elif args.format == 'web':
+        show_checks(export_web(model, args.out, shape, runtime=args.runtime, tolerance=args.tolerance))
     else:
         write_program(model, shape, lowering, args)
     weights = ', with random weights' if args.model and not args.pretrained else ''
     print(f'{args.out} is written{weights}{describe_inputs(shape, args.format)}')
+    if args.format == 'web':
+        if not (args.out / RUNTIME_FOLDER).is_dir():
+            print(f'The page needs onnxruntime-web: npm install --prefix {args.out} {RUNTIME}')
+        print(f'To see the page: python -m http.server --directory {args.out}')
     return args.out
 
 
@@ -175,14 +190,19 @@ def write_program(model: Any, shape: InputShape, lowering: str, args: argparse.N
             checks = export_onnx(model, path, shape, lowering=lowering, opset=args.opset, tolerance=args.tolerance)
         else:
             checks = export_pt2(model, path, shape, aten=args.aten, lowering=lowering, tolerance=args.tolerance)
-        for check in checks:
-            height, width = check.size
-            print(f'{check.batch} x {height} x {width}: differs from PyTorch by {check.difference:.1e}')
+        show_checks(checks)
         same = quantize_onnx(path, args.int8, images) if args.int8 else None
     if same is not None:
         print(f'int8: the most likely class is that of the float32 file for {100 * same:.1f} % of the photographs')
     if skipped.paths:
         print(skipped.describe())
+
+
+def show_checks(checks: Sequence[Check]) -> None:
+    """Print how a file differs from PyTorch."""
+    for check in checks:
+        height, width = check.size
+        print(f'{check.batch} x {height} x {width}: differs from PyTorch by {check.difference:.1e}')
 
 
 def describe_inputs(shape: InputShape, file_format: str) -> str:

@@ -7,6 +7,7 @@ checkpoints.
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,13 +35,14 @@ from aft_vision.data import (
 )
 from aft_vision.data.class_names import list_names, match_classes
 from aft_vision.data.layout import MissingSplitError
+from aft_vision.data.teacher_outputs import TeacherOutputs
 from aft_vision.evaluate import find_classes, is_numbered, known_classes
 from aft_vision.models.checkpoint import Weights, initialize_model, read_weights
 from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST, describe_samples
-from train.distill import create_task, load_teacher
+from train.distill import StoredTeacher, create_task, keep_classes, load_teacher
 from train.distributed import World
 from train.mismatch import naming_model_keys
 from train.model_section import WEIGHT_KEYS, build_on_meta
@@ -116,18 +118,38 @@ def build_loaders(config: Config, images: Images, world: World) -> Loaders:
             num_workers=config.data.num_workers,
             device=world.device,
             balanced=config.data.class_weights == 'balanced',
+            outputs=_stored_outputs(config),
         )
+
+
+def _stored_outputs(config: Config) -> TeacherOutputs | None:
+    distill = config.distill
+    if distill.stored is None:
+        return None
+    outputs = TeacherOutputs(distill.stored)
+    if distill.teacher not in (None, outputs.facts.teacher):
+        raise ValueError(
+            f'expected distill.stored to have the outputs of distill.teacher {distill.teacher}, got those of '
+            f'{outputs.facts.teacher}'
+        )
+    if distill.kind in ('feature', 'soft_feature') and not outputs.facts.features:
+        raise ValueError(
+            f'expected features in distill.stored for distill.kind={distill.kind}, got none in {distill.stored}; '
+            'store them with train.store_teacher --features'
+        )
+    return outputs
 
 
 def build_state(config: Config, images: Images, loaders: Loaders, world: World) -> tuple[TrainState, dict[str, Any]]:
     """Build the model and its training state, and the description that rebuilds the model from a checkpoint."""
     class_names, run = loaders.class_names, config.run
     # Before seeding, so that the initial weights do not depend on the teacher.
-    teacher = None
-    if config.distill.teacher is not None:
+    teacher: nn.Module | None = None
+    if loaders.outputs is not None:
+        teacher = StoredTeacher(loaders.outputs, loaders.classes_of_outputs, config.distill.kind.endswith('hard'))
+    elif config.distill.teacher is not None:
         names = None if config.distill.kind in ('feature', 'blocks') else class_names
-        sizes, by_place = config.data.training_sizes, config.data.classes_by_place
-        teacher = load_teacher(config.distill.teacher, config.distill.teacher_args, names, sizes, by_place)
+        teacher = load_configured_teacher(config, names, config.data.training_sizes)
     random_seed(run.seed)
     model = _start_model(config, images.weights, class_names)
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
@@ -144,6 +166,15 @@ def build_state(config: Config, images: Images, loaders: Loaders, world: World) 
     }
 
 
+def load_configured_teacher(
+    config: Config, class_names: Sequence[str] | None, sizes: Sequence[tuple[int, int]]
+) -> nn.Module:
+    """Build the teacher of the section `distill`, with the arguments and errors of `load_teacher`."""
+    distill, by_place = config.distill, config.data.classes_by_place
+    name, arguments = str(distill.teacher), distill.teacher_args
+    return load_teacher(name, arguments, class_names, sizes, by_place, distill.teacher_weights)
+
+
 def _start_model(config: Config, weights: Weights | None, class_names: Sequence[str]) -> Any:
     """Build the model with its initial weights; its classifier is put in the order of the classes, or is new."""
     is_new, places, said = config.run.reset_head, None, ''
@@ -157,10 +188,7 @@ def _start_model(config: Config, weights: Weights | None, class_names: Sequence[
     if is_new and weights is None and (kept or config.run.reset_head):
         model.reset_classifier(len(class_names))
     if places is not None:
-        names = model.pretrained_cfg['classifier']
-        for name in [names] if isinstance(names, str) else names:
-            for parameter in model.get_submodule(name).parameters():
-                parameter.data = parameter.data[places]
+        keep_classes(model, places)
     return model
 
 
@@ -364,10 +392,19 @@ def create_state(
     updates = config.schedule.epochs * updates_per_epoch
     regularize, distill = config.regularize, config.distill
     regularization = KernelRegularization(model, updates, regularize.kernel_entropy, regularize.tau_end)
-    assert (teacher is None) == (distill.teacher is None), distill.teacher
-    weights = {'task_loss_weight': distill.task_loss_weight, 'distill_loss_weight': distill.distill_loss_weight}
-    task = create_task(model, loss, world.device, teacher, distill.kind, distill.temperature, **weights)
-    return assemble_state(task, config, objective, augment, updates_per_epoch, world, regularization)
+    assert (teacher is None) == (distill.teacher is None and distill.stored is None), distill.teacher
+    options: dict[str, Any] = {
+        name: getattr(distill, name)
+        for name in ('kind', 'temperature', 'feature_loss_weight', 'task_loss_weight', 'distill_loss_weight')
+    }
+    task = create_task(model, loss, world.device, teacher, **options)
+    taught = augment if not isinstance(teacher, StoredTeacher) else partial(_see, teacher, augment)
+    return assemble_state(task, config, objective, taught, updates_per_epoch, world, regularization)
+
+
+def _see(teacher: StoredTeacher, augment: Callable[..., Batch], images: Any, crops: torch.Tensor) -> Batch:
+    """Show a stored teacher the crops of a batch; return it augmented, with the classes of its images."""
+    return augment(images, teacher.see(crops))
 
 
 def assemble_state(

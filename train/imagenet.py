@@ -101,8 +101,9 @@ def train_classifier(
     start = describe_start(config)
     if world.is_primary and start:
         print(start)
-    if world.is_primary and config.distill.teacher is not None:
-        print(f'distilled from {config.distill.teacher} ({config.distill.kind})')
+    taught_by = config.distill.teacher if loaders.outputs is None else loaders.outputs.facts.teacher
+    if world.is_primary and taught_by is not None:
+        print(f'distilled from {taught_by} ({config.distill.kind})')
     with lock_run(run_dir) if world.is_primary else nullcontext():
         run = config.run
         saver = Saver(run_dir, description, run.keep, run.save_minutes, experiment)

@@ -147,29 +147,44 @@ class DistillConfig:
             from the labels.
         teacher_args: Keyword arguments of a teacher of timm, such as `{pretrained_cfg_overlay: {file: FILE}}` for your
             own weights.
-        kind: Target of the student: the teacher's class (`hard`), its probabilities (`soft`) or its pooled features
-            (`feature`); with `token_hard` and `token_soft` the student's distillation head learns it, and its other
-            head learns the labels; with `blocks` each block of an AFT model learns that of a ViT, without labels.
+        teacher_weights: A file of weights of a teacher of timm, or an installed package with one such file; tensors
+            with other names are taken in their order if all shapes agree. None for those of its name.
+        stored: A folder of the teacher's outputs, which train.store_teacher has written, in place of the teacher; None
+            runs the teacher in each update. Crops and flips are those of the folder.
+        kind: Target of the student: the teacher's class (`hard`), its probabilities (`soft`), its pooled features
+            (`feature`) or both (`soft_feature`); with `token_hard` and `token_soft` the student's distillation head
+            learns it, and its other head learns the labels; with `blocks` each block of an AFT model learns that of a
+            ViT, without labels.
         task_loss_weight: Factor of the loss of the labels; None for 1.
         distill_loss_weight: Factor of the loss of the teacher; None for `1 - task_loss_weight`, or 1 without that.
         temperature: Divides the logits of student and teacher in the soft kinds.
+        feature_loss_weight: Factor of the features' error beside the divergence of the probabilities in the kind
+            `soft_feature`, where the teacher's features have a layer norm.
     """
 
     teacher: str | None = None
     teacher_args: dict[str, Any] = field(default_factory=dict)
-    kind: Literal['hard', 'soft', 'feature', 'blocks', 'token_hard', 'token_soft'] = 'hard'
+    teacher_weights: str | None = None
+    stored: str | None = None
+    kind: Literal['hard', 'soft', 'feature', 'soft_feature', 'blocks', 'token_hard', 'token_soft'] = 'hard'
     task_loss_weight: float | None = within('[0, inf)', None)
     distill_loss_weight: float | None = within('[0, inf)', None)
     temperature: float = within('(0, inf)', 1.0)
+    feature_loss_weight: float = within('[0, inf)', 1.0)
 
     def __post_init__(self) -> None:
         check_ranges(self, 'distill')
         of_something = self.teacher is not None or not self.teacher_args
         require('distill.teacher_args', self.teacher_args, of_something, 'empty without distill.teacher')
+        of_model = self.teacher is not None or self.teacher_weights is None
+        require('distill.teacher_weights', self.teacher_weights, of_model, 'null without distill.teacher')
+        taught = self.teacher is not None or self.stored is not None
         for key in ('task_loss_weight', 'distill_loss_weight'):
             value = getattr(self, key)
-            require(f'distill.{key}', value, self.teacher is not None or value is None, 'null without distill.teacher')
-        plain = self.teacher is not None or self.kind == 'hard'
+            require(f'distill.{key}', value, taught or value is None, 'null without distill.teacher')
+        live = self.stored is None or self.kind != 'blocks'
+        require('distill.kind', self.kind, live, 'another one with distill.stored, which has no blocks')
+        plain = taught or self.kind == 'hard'
         require('distill.kind', self.kind, plain, 'hard, the default, without distill.teacher')
         known = not {'num_classes', 'in_chans', 'device', 'dtype'} & self.teacher_args.keys()
         require('distill.teacher_args', self.teacher_args, known, 'without num_classes, in_chans, device and dtype')
@@ -178,7 +193,9 @@ class DistillConfig:
         weighted = self.task_loss_weight is not None or self.distill_loss_weight is not None
         unweighted = self.kind != 'blocks' or not weighted
         require('distill.kind', self.kind, unweighted, 'another one with task_loss_weight or distill_loss_weight')
-        soft = self.temperature == 1 or self.kind.endswith('soft')
+        weighted = self.feature_loss_weight == 1 or self.kind == 'soft_feature'
+        require('distill.feature_loss_weight', self.feature_loss_weight, weighted, f'1 for the kind {self.kind}')
+        soft = self.temperature == 1 or 'soft' in self.kind
         require('distill.temperature', self.temperature, soft, f'1 for the kind {self.kind}, which has none')
 
 
@@ -374,6 +391,8 @@ class Config(Experiment):
         initial = self.run.init_from is not None or bool(self.model.get('pretrained'))
         wanted = 'false without run.init_from or model.pretrained'
         require('run.reset_head', self.run.reset_head, initial or not self.run.reset_head, wanted)
+        mixes = self.distill.stored is None or not self.augment.mixes
+        require('augment.mix_prob', self.augment.mix_prob, mixes, '0 with distill.stored')
         sizes = self.data.train_sizes
         # For more, torch.compile runs without a graph.
         few = not self.run.compile or sizes is None or len(set(sizes)) <= 8
@@ -381,6 +400,8 @@ class Config(Experiment):
         if self.data.max_tokens is not None:
             teacher, compiled = self.distill.teacher, self.run.compile
             require('distill.teacher', teacher, teacher is None, 'null with data.max_tokens')
+            stored = self.distill.stored
+            require('distill.stored', stored, stored is None, 'null with data.max_tokens')
             require('run.compile', compiled, not compiled, 'false with data.max_tokens, whose batches differ in shape')
 
     @property

@@ -169,7 +169,7 @@ def train_transform(
 ) -> Any:
     """Build timm's training transform up to the uint8 tensor, without the steps that act on the batch."""
     crop_and_flip, automatic, to_tensor = train_stages(img_size, augment, mean, std)
-    return Compose([_to_rgb, *crop_and_flip, *automatic, *to_tensor])
+    return Compose([to_rgb, *crop_and_flip, *automatic, *to_tensor])
 
 
 def train_stages(
@@ -209,7 +209,7 @@ def eval_transform(img_size: tuple[int, int] | NativeShape, crop_pct: float) -> 
         crop_mode='center',
         use_prefetcher=True,
     )
-    return Compose([_to_rgb, *crop_thin_images(transform).transforms])
+    return Compose([to_rgb, *crop_thin_images(transform).transforms])
 
 
 def crop_thin_images(transform: Compose) -> Compose:
@@ -260,8 +260,8 @@ def _size_arguments(size: tuple[int, int] | NativeShape) -> dict[str, Any]:
     return {'input_size': (3, *size)}
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    # Some data sets of torchvision are greyscale. Converting RGB again would copy it.
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in RGB, which some of torchvision are not; converting RGB again would copy it."""
     return image if image.mode == 'RGB' else image.convert('RGB')
 
 

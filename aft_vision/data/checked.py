@@ -1,6 +1,7 @@
 """The data sets of the loaders, which report or skip images that cannot be decoded."""
 
 import logging
+import os
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -136,6 +137,10 @@ class CheckedDataset(ImageData, Dataset, ABC):
     def name_of(self, index: int) -> str:
         """Return the name of an image for errors, which is its path if it has one."""
 
+    def key_of(self, index: int) -> str:
+        """Return the name of an image within the data set, wherever that is."""
+        return self.name_of(index)
+
 
 class CheckedImageDataset(CheckedDataset, ImageDataset):
     """timm's ImageDataset with the path in the error for an image that cannot be decoded.
@@ -163,6 +168,12 @@ class CheckedImageDataset(CheckedDataset, ImageDataset):
         # An image that a Hugging Face data set stores as bytes may have no path.
         name = self.filename(index, absolute=True) or f'the image with index {index}'
         return name if self.archive is None else f'{name} in {self.archive}'
+
+    def key_of(self, index: int) -> str:
+        name = self.filename(index, absolute=True)
+        if not name or self.archive is not None:
+            return name or str(index)
+        return os.path.relpath(name, self.reader.root) if hasattr(self.reader, 'root') else name
 
 
 class TorchvisionDataset(CheckedDataset):
@@ -211,3 +222,6 @@ class CheckedSubset(CheckedDataset):
 
     def name_of(self, index: int) -> str:
         return self.dataset.name_of(int(self.indices[index]))
+
+    def key_of(self, index: int) -> str:
+        return self.dataset.key_of(int(self.indices[index]))

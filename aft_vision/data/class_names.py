@@ -1,12 +1,13 @@
-"""Comparison of the names of classes: of a data set, and of the weights that know its classes."""
+"""Names of classes: those of a model, and their comparison with those of a data set."""
 
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
-from timm.data import ImageNetInfo
+from timm.data import ImageNetInfo, infer_imagenet_subset
 
 # Alone, or after the words of two classes.
 SYNSET = re.compile(r'(?:^|\()(n\d{8})\)?$')
@@ -41,6 +42,50 @@ def match_classes(trained: Sequence[str], wanted: Sequence[str]) -> list[int | N
         if len(places) == 1 and (claims[places[0]] == 1 or _is_own(trained, wanted, places[0], index))
         else None
         for index, places in enumerate(found)
+    ]
+
+
+def class_labels(model: Any) -> list[str]:
+    """Return the labels of a model's classes: of its configuration, for ImageNet identifiers, else their numbers."""
+    labels = getattr(model, 'pretrained_cfg', {}).get('label_names')
+    if labels:
+        return list(labels)
+    subset = infer_imagenet_subset(model)
+    return (
+        [f'class {index}' for index in range(model.num_classes)]
+        if subset is None
+        else ImageNetInfo(subset).label_names()
+    )
+
+
+def class_names(model: Any) -> list[str]:
+    """Return the names of a model's classes: its labels, as `in_words`.
+
+    Raises:
+        ValueError: it has labels of another number of classes.
+    """
+    names = in_words(class_labels(model)) if model.num_classes else []
+    if len(names) != model.num_classes:
+        raise ValueError(f'expected label_names of {model.num_classes} classes, as the model has, got {len(names)}')
+    return names
+
+
+def in_words(labels: Sequence[str]) -> list[str]:
+    """Return labels of classes as they are or, if all are identifiers of ImageNet such as n01440764, their words.
+
+    Of several words for a class the first is taken; one that is that of two classes is followed by the identifier.
+    """
+    if not all(re.fullmatch(r'n\d{8}', label) for label in labels):
+        return list(labels)
+    info = ImageNetInfo()
+    try:
+        words = [info.label_name_to_description(label).partition(',')[0] for label in labels]
+    except KeyError:
+        # Not an identifier that ImageNet has.
+        return list(labels)
+    counts = Counter(word.lower() for word in words)
+    return [
+        word if counts[word.lower()] == 1 else f'{word} ({label})' for word, label in zip(words, labels, strict=True)
     ]
 
 

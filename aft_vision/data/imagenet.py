@@ -16,8 +16,9 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ScheduledTran
 from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.naflex_loader import NaFlexPrefetchLoader
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torchvision.transforms import Compose
 
-from aft_vision.data.augment import Augmentation, native_mixup
+from aft_vision.data.augment import Augmentation, native_mixup, train_stages
 from aft_vision.data.checked import naming
 from aft_vision.data.datasets import (
     Source,
@@ -32,6 +33,7 @@ from aft_vision.data.native import NativeShape
 from aft_vision.data.sampling import EpochSampler, SeededDataset, Shard, SizeSchedule
 from aft_vision.data.shards import WebDataset
 from aft_vision.data.streams import StreamLoader
+from aft_vision.data.teacher_outputs import TaughtDataset, TeacherOutputs
 
 _logger = logging.getLogger(__name__)
 # Fewer training images in a class are said, and so are as many times more in another class.
@@ -47,12 +49,22 @@ class Loaders(NamedTuple):
 
     Attributes:
         description: Number of images and classes of each split.
+        outputs: Outputs of a teacher for crops of the training images; their numbers are the training targets.
     """
 
     train: Any
     validation: Any
     class_names: list[str]
     description: str = ''
+    outputs: TeacherOutputs | None = None
+
+    @property
+    def classes_of_outputs(self) -> np.ndarray:
+        """Return the class of each image of `outputs`; 0 of images that are not for training."""
+        taught: Any = self.train.dataset.dataset
+        classes = np.zeros(len(taught.outputs.names), np.int64)
+        classes[taught.places] = taught.dataset.targets
+        return classes
 
     @property
     def is_stream(self) -> bool:
@@ -107,6 +119,7 @@ def create_loaders(
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
     balanced: bool = False,
+    outputs: TeacherOutputs | None = None,
 ) -> Loaders:
     """Build the training and validation loaders of a data set.
 
@@ -127,10 +140,13 @@ def create_loaders(
         num_workers: Decoding processes per loader; 0 decodes in this process.
         device: Device of the normalised batches.
         balanced: Draw the images of each class equally often in training, those of small classes several times.
+        outputs: Outputs of a teacher for crops of the training images, one of which is drawn in place of another crop
+            and flip.
 
     Returns:
         Loaders of (image (B, 3, H, W), class index (B,)), B in training being batch_size / (accumulate * world_size).
-        Native shapes make the dicts of timm's NaFlex collator; the targets of mixed ones are (B, classes).
+        Native shapes make the dicts of timm's NaFlex collator; the targets of mixed ones are (B, classes). With
+        `outputs` the training targets are the numbers of crops, which `StoredTeacher` takes.
 
     Raises:
         ValueError: the data set is missing or empty, a split or the images of a class are missing, the classes of the
@@ -149,10 +165,11 @@ def create_loaders(
         _warn_of_small_classes(train, balanced)
     read = _Reading(evaluation or Preprocessing(sizes.sizes[-1]), num_workers, torch.device(device))
     return Loaders(
-        _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, shard, read, balanced),
+        _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, shard, read, balanced, outputs),
         _eval_loader(validation, eval_batch_size or images, shard, read),
         train.class_names,
         f'training: {train.describe()}; validation: {validation.describe()}',
+        outputs,
     )
 
 
@@ -257,12 +274,14 @@ def _train_loader(
     shard: Shard,
     read: _Reading,
     balanced: bool,
+    outputs: TeacherOutputs | None,
 ) -> PrefetchLoader | NaFlexPrefetchLoader:
     dataset, images, of_both = split.dataset, shard.micro_batch_size(batch_size), read.preprocessing
     if balanced and (split.is_stream or dataset.targets is None):
         raise ValueError(
             'expected a data set whose classes are known before it is read for balanced classes, got another'
         )
+    taught = None if outputs is None else _taught(split, sizes, augment, of_both, outputs)
     transforms = [dataset.train_transform(size, augment, of_both.mean, of_both.std) for size in sizes.sizes]
     if split.is_stream:
         _check_stream(augment, sizes)
@@ -273,8 +292,19 @@ def _train_loader(
     classes = dataset.targets if balanced else None
     sampler = EpochSampler(len(dataset), batch_size, seed, augment.repeats, shard, sizes, classes)
     mix = native_mixup(augment, len(split.class_names)) if isinstance(sizes.sizes[0], NativeShape) else None
-    seeded = SeededDataset(_NamedTransforms(dataset, transforms), seed, mix)
+    seeded = SeededDataset(taught or _NamedTransforms(dataset, transforms), seed, mix)
     return _loader(seeded, images, read, sizes.sizes, sampler=sampler)
+
+
+def _taught(
+    split: Split, sizes: SizeSchedule, augment: Augmentation, read: Preprocessing, outputs: TeacherOutputs
+) -> TaughtDataset:
+    places, squares = outputs.find(split), [size for size in sizes.sizes if not isinstance(size, NativeShape)]
+    if len(squares) < len(sizes.sizes):
+        raise ValueError('expected images of one shape for the outputs of a teacher, got their own shapes')
+    stages = [train_stages(size, augment, read.mean, read.std)[1:] for size in squares]
+    transforms = [Compose([*automatic, *to_tensor]) for automatic, to_tensor in stages]
+    return TaughtDataset(split.dataset, transforms, squares, outputs, places)
 
 
 class _NamedTransforms(ScheduledTransformDataset):

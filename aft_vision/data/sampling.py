@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler, Subset, get_wo
 from aft_vision.data.native import NativeShape
 
 # Purposes of derived seeds, which separate the streams of one run.
-ORDER, SAMPLE, STEP, SIZE, DIVISION, MIX, RECALL = 1, 2, 3, 4, 5, 6, 7
+ORDER, SAMPLE, STEP, SIZE, DIVISION, MIX, RECALL, CROP = 1, 2, 3, 4, 5, 6, 7, 8
 
 
 def derive_seed(stream: int, *key: int) -> int:

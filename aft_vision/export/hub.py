@@ -17,6 +17,7 @@ from timm.models import get_model_args
 from timm.models._hub import generate_readme
 from torch import nn
 
+from aft_vision.data.class_names import in_words
 from aft_vision.export.program import choose_shape, export_onnx, export_pt2
 from aft_vision.export.verify import Check, channels, smallest_size
 from aft_vision.files import sync_directory
@@ -335,7 +336,7 @@ def _write_weights(
     timm.models.save_for_hf(
         model,
         str(folder),
-        model_config={'label_names': list(class_names)},
+        model_config={'label_names': in_words(class_names)},
         safe_serialization=True,
         data_config=data_config,
     )

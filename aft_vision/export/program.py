@@ -13,6 +13,7 @@ from timm.layers import Mlp
 from timm.utils import reparameterize_model
 from torch import nn
 
+from aft_vision.data.class_names import class_names
 from aft_vision.export.verify import Check, InputShape, Size, channels, grid_steps, onnx_runner, smallest_size, verify
 from aft_vision.files import replacing
 from aft_vision.layers import AFTMixer, aft_mixers
@@ -192,7 +193,8 @@ def export_onnx(
             f'expected an operator set that torch writes, got opset={opset}, for which it writes {written}'
         )
     _fold_constants(program.model)
-    program.model.metadata_props.update(_metadata(model))
+    described = describe_input(model, shape.size)
+    program.model.metadata_props.update({name: json.dumps(value) for name, value in described.items()})
     _describe_axes(program.model, model, shape)
     with replacing(path) as temporary:
         program.save(temporary)
@@ -281,11 +283,8 @@ def require_onnx() -> None:
         raise ImportError(f"ONNX needs {', '.join(missing)}: pip install 'aft-vision[export]'")
 
 
-def _metadata(model: nn.Module) -> dict[str, str]:
-    # Metadata for preprocessing and class names, for a runtime without timm.
+def describe_input(model: nn.Module, size: Size) -> dict[str, Any]:
+    """Return what prepares images of a size for a model, and the names of its classes, for a reader without timm."""
     config = resolve_input_data_config(model)
-    described = {name: config[name] for name in ('mean', 'std', 'interpolation', 'crop_pct')}
-    cfg: Any = getattr(model, 'pretrained_cfg', {})
-    if cfg.get('label_names'):
-        described['label_names'] = cfg['label_names']
-    return {name: json.dumps(value) for name, value in described.items()}
+    described = {name: config[name] for name in ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')}
+    return {'input_size': (channels(model), *size), **described, 'label_names': class_names(model)}

@@ -484,7 +484,14 @@ def _cfg() -> dict[str, Any]:
 
 
 # No weights are published, so no entry has a URL, and pretrained=True raises timm's error.
-default_cfgs = generate_default_cfgs({'aft_pyramid_nano': _cfg(), 'aft_pyramid_tiny': _cfg()})
+default_cfgs = generate_default_cfgs({f'aft_pyramid_{size}': _cfg() for size in ('pico', 'nano', 'tiny')})
+
+
+@register_model
+def aft_pyramid_pico(pretrained: bool = False, **kwargs: Any) -> AFTPyramid:
+    """AFT pyramid pico, of about the time of CPUBone-Nano in onnxruntime; ours."""
+    sizes: dict[str, Any] = dict(dims=(16, 32, 96, 192), depths=(1, 1, 2, 4), num_heads=8, head_hidden_size=1024)
+    return _create_pyramid('aft_pyramid_pico', pretrained, **{**sizes, 'local_conv': True, **kwargs})
 
 
 @register_model

@@ -1,5 +1,6 @@
 """Pictures of training, accuracy, position biases, keys and attention, and a page of them (needs the extra `viz`)."""
 
+from aft_vision.data.class_names import class_labels, class_names
 from aft_vision.visualize.accuracy import LabelledPrediction, predict_labelled
 from aft_vision.visualize.attention import (
     attention_heads,
@@ -28,8 +29,6 @@ from aft_vision.visualize.page import render_page
 from aft_vision.visualize.photographs import (
     Photograph,
     SkippedImages,
-    class_labels,
-    class_names,
     find_photographs,
     find_readable,
     load_batches,

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aft_vision.data.class_names import match_classes
+from aft_vision.data.class_names import class_labels, match_classes
 from aft_vision.visualize.figure import evenly_spaced, literal, new_figure
-from aft_vision.visualize.photographs import SkippedImages, class_labels, load_batches, load_photograph
+from aft_vision.visualize.photographs import SkippedImages, load_batches, load_photograph
 
 MAX_CLASSES = 40
 # With fewer images the interval of 95 % is wider than 40 points, and equal classes look very different.

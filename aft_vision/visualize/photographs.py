@@ -1,7 +1,6 @@
 """Photographs as input of a model and for pictures."""
 
 import logging
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -11,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL.Image import Image
-from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_input_data_config
+from timm.data import create_transform, resolve_input_data_config
 from torch import Tensor, nn
 
 from aft_vision.data.augment import crop_thin_images
+from aft_vision.data.class_names import class_names
 from aft_vision.data.images import CorruptImageError, Decoding, describe_ignored, find_images, open_image
 from aft_vision.sizes import check_channels, default_size
 from aft_vision.visualize.figure import evenly_spaced
@@ -194,32 +194,6 @@ def load_batches(
             yield torch.cat(batch).to(device)
 
 
-def class_labels(model: Any) -> list[str]:
-    """Return the labels of a model's classes: of its configuration, for ImageNet identifiers, else their numbers."""
-    labels = getattr(model, 'pretrained_cfg', {}).get('label_names')
-    if labels:
-        return list(labels)
-    subset = infer_imagenet_subset(model)
-    return (
-        [f'class {index}' for index in range(model.num_classes)]
-        if subset is None
-        else ImageNetInfo(subset).label_names()
-    )
-
-
-def class_names(model: Any) -> list[str]:
-    """Return the names of a model's classes: its labels, and for identifiers of WordNet such as n01440764 their words.
-
-    Of several words for a class the first is taken; one that is that of two classes is followed by the identifier.
-    """
-    labels = class_labels(model)
-    if not all(re.fullmatch(r'n\d{8}', label) for label in labels):
-        return labels
-    info = ImageNetInfo()
-    words = [info.label_name_to_description(label).partition(',')[0] for label in labels]
-    return [word if words.count(word) == 1 else f'{word} ({label})' for word, label in zip(words, labels, strict=True)]
-
-
 @torch.no_grad()
 def predictions(model: Any, logits: Tensor, count: int = 5) -> list[tuple[str, float]]:
     """Return the most likely classes of one image with their probabilities.
@@ -234,6 +208,4 @@ def predictions(model: Any, logits: Tensor, count: int = 5) -> list[tuple[str, f
         raise ValueError('expected a model with a classifier, got one with num_classes=0')
     chance, index = logits[0].float().softmax(0).topk(min(count, logits.shape[1]))
     names = class_names(model)
-    if len(names) != logits.shape[1]:
-        raise ValueError(f'expected label_names of {logits.shape[1]} classes, as the model has, got {len(names)}')
     return [(names[i], p) for i, p in zip(index.tolist(), chance.tolist(), strict=True)]

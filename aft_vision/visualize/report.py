@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from aft_vision.data.class_names import match_classes
+from aft_vision.data.class_names import class_labels, class_names, match_classes
 from aft_vision.layers import aft_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
@@ -35,8 +35,6 @@ from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import definitions, paragraph, picture, table
 from aft_vision.visualize.photographs import (
     SkippedImages,
-    class_labels,
-    class_names,
     load_batches,
     load_photograph,
     predictions,

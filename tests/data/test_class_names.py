@@ -1,6 +1,6 @@
 from timm.data import ImageNetInfo
 
-from aft_vision.data.class_names import match_classes
+from aft_vision.data.class_names import in_words, match_classes
 
 TENCH, CRANE_BIRD, CRANE = 'n01440764', 'n02012849', 'n03126707'
 
@@ -25,6 +25,13 @@ def test_the_names_of_all_classes_are_those_of_their_synsets():
     assert match_classes(info.label_names(), info.label_descriptions()) == list(range(1000))
     first = [words.partition(',')[0] for words in info.label_descriptions()]
     assert match_classes(first, info.label_names()) == list(range(1000))
+
+
+def test_the_words_of_an_export_are_found_by_their_synsets_also_where_only_capitals_tell_them_apart():
+    synsets = ImageNetInfo().label_names()
+    cardigan_dog, cardigan = 'n02113186', 'n02963159'
+    wanted = [cardigan, TENCH, CRANE, cardigan_dog]
+    assert match_classes(in_words(synsets), wanted) == [synsets.index(each) for each in wanted]
 
 
 def test_words_of_a_class_are_the_same_class_in_every_form_of_writing():

@@ -34,6 +34,13 @@ def test_timm_loads_the_export_with_weights_classes_and_preprocessing(tmp_path):
     assert loaded.pretrained_cfg['crop_pct'] == 0.5
 
 
+def test_the_classes_of_imagenet_are_words_in_a_folder(tmp_path):
+    model = timm.create_model('vit_tiny_patch16_224', **TINY_VIT)
+    export_model(model, tmp_path / 'export', ['n01440764', 'n02102040'])
+    loaded = timm.create_model(f'local-dir:{tmp_path / "export"}', pretrained=True)
+    assert loaded.pretrained_cfg['label_names'] == ['tench', 'English springer']
+
+
 def test_an_export_that_fails_leaves_the_previous_one_whole(tmp_path, monkeypatch):
     model = timm.create_model('vit_tiny_patch16_224', **TINY_VIT)
     export_model(model, tmp_path / 'export', ['boot', 'hat'])

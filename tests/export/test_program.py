@@ -1,6 +1,8 @@
 """Programs of torch.export and ONNX files: equal to the model, at every size that they promise."""
 
 import json
+import re
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -9,13 +11,25 @@ from typing import Any
 import pytest
 import timm
 import torch
+from helpers import photographs
+from PIL import ExifTags, Image
 from small_models import make
 from torch import Tensor, nn
 
-from aft_vision.export import InputShape, choose_shape, export_onnx, export_pt2, program
+from aft_vision.export import (
+    InputShape,
+    choose_shape,
+    describe_input,
+    export_onnx,
+    export_pt2,
+    program,
+    quantize_onnx,
+)
 from aft_vision.export.verify import Check, check_logits, onnx_runner
 from aft_vision.sizes import takes_any_size
+from aft_vision.visualize import load_image
 
+GUIDE = (Path(__file__).parents[2] / 'docs/guide/export.md').read_text()
 SIZES = ((32, 32), (16, 56), (72, 64))
 
 
@@ -127,7 +141,36 @@ def test_an_onnx_file_says_how_images_are_prepared(onnx_file):
     found = {entry.key: json.loads(entry.value) for entry in onnx.load(onnx_file[0]).metadata_props}
     assert found['label_names'] == ['a', 'b', 'c', 'd', 'e']
     assert found['mean'] == [0.485, 0.456, 0.406]
-    assert (found['crop_pct'], found['interpolation']) == (0.875, 'bicubic')
+    assert [found[name] for name in ('crop_pct', 'crop_mode', 'interpolation')] == [0.875, 'center', 'bicubic']
+    assert found['input_size'] == [3, 32, 32]
+
+
+def test_the_classes_of_imagenet_are_words_in_an_export():
+    described = describe_input(timm.create_model('aft_conv_nano', pretrained=True), (64, 96))
+    assert described['label_names'][:2] == ['tench', 'English springer']
+    assert described['input_size'] == (3, 64, 96)
+    assert describe_input(make(), (32, 32))['label_names'][1] == 'class 1'
+
+
+@pytest.mark.parametrize('int8', [False, True])
+def test_the_example_of_the_guide_reads_a_rotated_photograph_as_the_model_does(
+    hybrid, onnx_file, tmp_path, monkeypatch, capsys, int8
+):
+    (example,) = (block for block in re.findall(r'```python\n(.*?)```', GUIDE, re.DOTALL) if 'exif_transpose' in block)
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(onnx_file[0], 'model.onnx')
+    if int8:
+        quantize_onnx('model.onnx', 'dynamic')
+    upright = photographs(1, (85, 121))[0]
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    upright.transpose(Image.Transpose.ROTATE_90).save('PHOTO.jpg', exif=exif)
+    exec(example, namespace := {})
+    images = load_image('PHOTO.jpg', hybrid)
+    torch.testing.assert_close(torch.tensor(namespace['images']), images)
+    if not int8:
+        torch.testing.assert_close(torch.tensor(namespace['logits']), hybrid(images).detach())
+    assert capsys.readouterr().out.strip() == 'abcde'[namespace['logits'].argmax()]
 
 
 def test_the_matrix_form_has_no_convolution_but_the_patches():

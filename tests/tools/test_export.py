@@ -111,7 +111,8 @@ def test_a_file_without_int8_does_not_get_the_name_of_one_with_it(
         (['--format', 'hf', '--lowering', 'conv'], '--lowering belongs to --format onnx or pt2, got hf'),
         (['--format', 'onnx', '--model-arg', 'depth=2'], '--model-arg and --pretrained belong to --model'),
         (['--format', 'hf', '--batch', '4'], '--batch belongs to --format onnx or pt2, got hf'),
-        (['--format', 'hf', '--tolerance', '0'], '--tolerance belongs to --format onnx or pt2, got hf'),
+        (['--format', 'hf', '--tolerance', '0'], '--tolerance belongs to --format onnx or pt2 or web, got hf'),
+        (['--format', 'onnx', '--runtime', '.'], '--runtime belongs to --format web, got onnx'),
         (['--format', 'pt2', '--opset', '20'], '--opset belongs to --format onnx, got pt2'),
         (['--format', 'onnx', '--batch', '0'], 'argument --batch: expected a number from 1 on'),
     ],
@@ -143,12 +144,12 @@ def test_the_checkpoint_is_not_overwritten(checkpoint, tmp_path):
 
 def test_a_file_is_no_folder_and_a_folder_no_file(checkpoint, tmp_path):
     (tmp_path / 'folder').mkdir()
+    (tmp_path / 'a').write_text('')
     for file_format, out, message in (
-        ('hf', checkpoint.with_name('a'), 'a folder'),
+        ('hf', tmp_path / 'a', 'a folder'),
+        ('web', tmp_path / 'a', 'a folder'),
         ('onnx', tmp_path / 'folder', 'a file'),
     ):
-        if file_format == 'hf':
-            out.write_text('')
         with pytest.raises(ValueError, match=f'expected {message} for --format {file_format}, got --out'):
             main(['--checkpoint', str(checkpoint), '--format', file_format, '--out', str(out)])
 

@@ -133,6 +133,8 @@ def test_classes_have_the_names_of_the_checkpoint_of_imagenet_or_numbers():
     assert len({*class_names(imagenet)}) == 1000
     model.pretrained_cfg['label_names'] = ['n03445777', 'n03888257', 'n01440764']
     assert class_names(model) == ['golf ball', 'parachute', 'tench']
+    model.pretrained_cfg['label_names'] = ['n03445777', 'n03888257', 'n99999999']
+    assert class_names(model) == ['n03445777', 'n03888257', 'n99999999']
 
 
 def test_predictions_are_the_likeliest_classes():
