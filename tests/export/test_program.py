@@ -404,6 +404,18 @@ def test_an_onnx_file_has_no_other_names_of_its_axes_with_which_tract_would_comp
     assert all(axis.HasField('dim_value') for shape in shapes for axis in shape)
 
 
+def test_a_vit_of_one_size_takes_others_from_the_older_exporter_of_torch(tmp_path):
+    onnxruntime = pytest.importorskip('onnxruntime')
+    model = timm.create_model('vit_tiny_patch16_224', depth=1, embed_dim=12, img_size=64, num_classes=5).eval()
+    path, axes = tmp_path / 'model.onnx', {'images': {2: 'height', 3: 'width'}}
+    torch.onnx.export(model, (images(1, 64, 64),), path, dynamo=False, input_names=['images'], dynamic_axes=axes)
+    session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
+    # As many patches; the rows of the position embedding are those of another size.
+    assert session.run(None, {'images': images(1, 32, 128).numpy()})[0].shape == (1, 5)
+    with pytest.raises(AssertionError, match="doesn't match model"):
+        model(images(1, 32, 128))
+
+
 @pytest.mark.parametrize('size', [(70, 64), (64, 70), (33, 32), (7, 32)], ids=str)
 def test_an_onnx_file_refuses_sizes_that_are_no_multiples_of_the_patch(run_onnx, size):
     with pytest.raises(Exception, match='height_and_width_must_be_multiples_of_8_and_8'):
