@@ -7,6 +7,7 @@ only converts here, and the file that the runtime reads. Only numpy and the runt
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,11 @@ def ncnn(file: Path, images: np.ndarray, folder: Path) -> tuple[Any, Path]:
 
 
 def tinygrad(file: Path, images: np.ndarray, folder: Path) -> tuple[Any, Path]:
+    # It compiles with clang, which ziglang has.
+    compiler = folder / 'clang'
+    compiler.write_text(f'#!/bin/sh\nexec {sys.executable} -m ziglang clang "$@"\n')
+    compiler.chmod(0o755)
+    os.environ |= {'CC': str(compiler), 'DEV': 'CPU'}
     from tinygrad import Tensor
     from tinygrad.nn.onnx import OnnxRunner
 

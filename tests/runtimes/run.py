@@ -78,7 +78,7 @@ RUNTIMES = {
     'iree': Runtime(('iree-base-compiler[onnx]==3.13.0', 'iree-base-runtime==3.13.0')),
     'mnn': Runtime(('MNN==3.6.1',)),
     'ncnn': Runtime(('ncnn==1.0.20261020', 'pnnx==20261020'), files=('trace.pt',), borrows=True),
-    'tinygrad': Runtime(('tinygrad==0.14.0', 'numpy==2.4.0')),
+    'tinygrad': Runtime(('tinygrad==0.14.0', 'numpy==2.4.0', 'ziglang==0.15.2')),
     'rten': Runtime(('rten-convert==0.22.0',)),
     'tvm': Runtime(('apache-tvm==0.27.0.post1', 'onnx==1.23.2')),
     'coreml': Runtime(('coremltools==9.0',), files=('program.pt2',), borrows=True),
@@ -207,12 +207,17 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """Write all rows, in the order of the runtimes."""
-    order = list(RUNTIMES)
+    """Write all rows, in the order of the runtimes and models."""
+    order = [*RUNTIMES, *MODELS]
+
+    def place(row: dict[str, str]) -> tuple[Any, ...]:
+        shape = int(row['height']), int(row['batch'])
+        return order.index(row['runtime']), row['file'], order.index(row['model']), shape
+
     with path.with_suffix('.new').open('w', newline='', encoding='utf-8') as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator='\n')
         writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: order.index(row['runtime'])))
+        writer.writerows(sorted(rows, key=place))
     path.with_suffix('.new').replace(path)
 
 
