@@ -1,4 +1,4 @@
-"""Wheels with compiled kernels: `AFT_WHEEL_KERNELS=1 python -m build`.
+"""The packages, and wheels with compiled kernels: `AFT_WHEEL_KERNELS=1 python -m build`.
 
 Without the variable a wheel has their sources alone, for every machine, and a library is compiled at its first use.
 """
@@ -10,12 +10,20 @@ import re
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_namespace_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 KERNELS = os.environ.get('AFT_WHEEL_KERNELS') == '1'
 FOLDER = 'aft_vision/ops'
+# The commands and configs are installed in a package of their own, because other packages may have their names.
+CLI = {'aft_vision_cli': 'tools/console', **{f'aft_vision_cli.{name}': name for name in ('train', 'tools', 'configs')}}
+COMMANDS = find_namespace_packages(include=['train*', 'tools*', 'configs*'], exclude=['tools.console*'])
+PACKAGES = [
+    *find_namespace_packages(include=['aft_vision*']),
+    'aft_vision_cli',
+    *(f'aft_vision_cli.{name}' for name in COMMANDS),
+]
 # The glibc 2.x of manylinux's platforms, with the newest GLIBCXX_3.4.x and CXXABI_1.3.x that each has.
 PLATFORMS = {17: (19, 7), 28: (24, 11), 34: (29, 13), 35: (30, 13)}
 
@@ -66,4 +74,4 @@ class PlatformWheel(bdist_wheel):
         )
 
 
-setup(cmdclass={'build_py': BuildWithKernels, 'bdist_wheel': PlatformWheel})
+setup(packages=PACKAGES, package_dir=CLI, cmdclass={'build_py': BuildWithKernels, 'bdist_wheel': PlatformWheel})

@@ -14,16 +14,10 @@ from typing import Any
 # such as an AttributeError or a KeyError, is a bug and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 # Torch's words for a loading process that the system has ended, almost always for lack of memory.
-ENDED = re.compile(r'DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed|exited)')
+ENDED = re.compile(r'DataLoader worker (\(pid(\(s\))? [\d, ]+\) )?(is killed|exited)')
 EXIT_CODE = 2
 # In seconds. torchrun ends the other processes within 0.1 s of the first that fails.
 ERROR_DELAY = 2.0
-
-
-def program_name() -> str | None:
-    """Return the running command, such as `python -m train.imagenet`, or None if it is not a module."""
-    spec = getattr(sys.modules['__main__'], '__spec__', None)
-    return None if spec is None else f'python -m {spec.name.removesuffix(".__main__")}'
 
 
 def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str] | None = None) -> None:
@@ -76,15 +70,23 @@ def process_number() -> int:
 
 def is_user_error(error: BaseException) -> bool:
     """Return whether a user can fix the error; running out of memory counts."""
-    by_memory = type(error).__name__ == 'OutOfMemoryError' or ENDED.match(str(error)) is not None
+    by_memory = type(error).__name__ == 'OutOfMemoryError' or ENDED.match(_message(error)) is not None
     return isinstance(error, USER_ERRORS) or by_memory
+
+
+def _message(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if frames and frames[-1].f_globals.get('__name__') == 'multiprocessing.connection':
+        # Its socket closes before torch sees that a loading process has ended.
+        return f'DataLoader worker exited ({str(error) or type(error).__name__})'
+    return str(error) or type(error).__name__
 
 
 def one_line(error: BaseException) -> str:
     """Return the message of an error on one line."""
+    message = _message(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return f'{error.filename}: {error.strerror}'
-    message = str(error) or type(error).__name__
+        message = f'{error.filename}: {error.strerror}'
     if 'Traceback (most recent call last)' in message:
         # A loading process sends its traceback; the message follows the name of its last error.
         message = re.split(r'^[\w.]*(?:Error|Exception): ', message, flags=re.MULTILINE)[-1]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from aft_vision.cores import limit_threads
 from aft_vision.errors import first_line
 
 
@@ -30,6 +31,14 @@ def resolve_device(name: str) -> torch.device:
             torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise ValueError(f'expected auto or a device of this machine, got {name!r}: {first_line(error)}') from error
+    return device
+
+
+def use_device(name: str) -> torch.device:
+    """Return a device as `resolve_device`, and limit the threads of a CPU to the cores that are free."""
+    device = resolve_device(name)
+    if device.type == 'cpu':
+        limit_threads()
     return device
 
 

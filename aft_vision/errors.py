@@ -1,6 +1,9 @@
-"""Messages of errors as one line."""
+"""Messages of errors."""
 
 import textwrap
+
+# The end of an error about an unknown name, which a module of others may register.
+IMPORT_HINT = 'import the module that registers it, in a command by --import MODULE_OR_FILE'
 
 
 def first_line(error: BaseException) -> str:

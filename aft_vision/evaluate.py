@@ -125,6 +125,45 @@ class _Meter:
         return {**metrics, 'images_per_second': _throughput(self.timings), 'samples': int(samples)}
 
 
+class ClassEvaluator(ClassificationEvaluator):
+    """timm's evaluator with counts by class.
+
+    Attributes:
+        by_class: (classes, 3): samples, and correct ones among the first and the first five predictions; after
+            `compute`, of all processes.
+    """
+
+    def __init__(self, device: torch.device, num_classes: int) -> None:
+        super().__init__(device)
+        self.by_class = torch.zeros(num_classes, 3, dtype=torch.int64, device=device)
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        super().update(output, target)
+        correct = output.topk(min(5, output.shape[-1]), dim=-1).indices.eq(target[:, None])
+        counts = torch.stack([torch.ones_like(target), correct[:, 0], correct.any(dim=-1)], dim=-1)
+        self.by_class.index_add_(0, target, counts.to(self.by_class))
+
+    def compute(self, distributed: bool = False) -> Any:
+        if distributed:
+            torch.distributed.all_reduce(self.by_class)
+        return super().compute(distributed)
+
+    def describe(self, class_names: Sequence[str]) -> dict[str, dict[str, float | None]]:
+        """Return samples, top-1 and, of more than five classes, top-5 accuracy in percent by name.
+
+        It is None for a class without samples.
+        """
+        has_top5 = len(class_names) > 5
+        return {
+            name: {
+                'samples': samples,
+                'top1': 100 * top1 / samples if samples else None,
+                **({'top5': 100 * top5 / samples if samples else None} if has_top5 else {}),
+            }
+            for name, (samples, top1, top5) in zip(class_names, self.by_class.tolist(), strict=True)
+        }
+
+
 def check_classes(model: Any, class_names: Sequence[str], data: str, by_place: bool = False) -> None:
     """Raise a ValueError unless the data set has the classes of a model, or of its Weights, in the same order.
 

@@ -22,6 +22,8 @@ from aft_vision.ops import linear, operator
 
 # As it is imported, FFCV compiles for five seconds what its own loader alone uses, which computes the same without it.
 os.environ.setdefault('NUMBA_DISABLE_JIT', '1')
+# Commands keep these threads, also on a busy machine.
+os.environ.setdefault('OMP_NUM_THREADS', str(torch.get_num_threads()))
 
 
 @pytest.hookimpl(wrapper=True)

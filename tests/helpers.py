@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from aft_vision import cores
 from aft_vision.data import Augmentation, Source
 from aft_vision.data.datasets import open_eval_split, open_train_split
 from aft_vision.ops.declaration import OPERATIONS, Shape
@@ -407,6 +408,22 @@ def losses(run_dir: Path) -> list[dict[str, str]]:
             'eval_ema_bits',
         )
         return [{name: row[name] for name in kept if name in row} for row in csv.DictReader(file)]
+
+
+class BusyMachine:
+    """A system of two cores whose clock, cores and processes are set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = self.busy = self.own = 0.0
+        monkeypatch.setattr(cores, '_sample', lambda: cores._Sample(self.clock, self.busy, self.own))
+        monkeypatch.setattr(cores, '_cores', lambda: {0, 1})
+        monkeypatch.setattr(cores.time, 'sleep', self.sleep)
+        self.others = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Others work meanwhile, on so many cores."""
+        self.clock += seconds
+        self.busy += self.others * seconds
 
 
 def pretend_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

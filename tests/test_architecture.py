@@ -47,20 +47,21 @@ TRITON_MODULES = tuple(
 ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))
 RULES = {  # the longest matching prefix decides
     'aft_vision': Rule(('aft_vision.models',)),
-    'aft_vision.__main__': Rule(()),
+    'aft_vision.__main__': Rule(('aft_vision.plugins',)),
     'aft_vision.commandline': Rule(()),
     'aft_vision.errors': Rule(()),
     'aft_vision.ops': Rule(('aft_vision.ops', 'aft_vision.errors'), lazily=('triton',)),
     'aft_vision.ops.reference': Rule(('einops',)),
     **dict.fromkeys(TRITON_MODULES, Rule(('aft_vision.ops', 'aft_vision.errors', 'triton'))),
-    'aft_vision.layers': Rule(('aft_vision.layers', 'aft_vision.ops', 'timm.layers')),
+    'aft_vision.layers': Rule(('aft_vision.layers', 'aft_vision.ops', 'aft_vision.errors', 'timm.layers')),
     'aft_vision.models': Rule(
         (*(f'aft_vision.{name}' for name in ('models', 'layers', 'ops', 'errors', 'files', 'modes', 'sizes')), 'timm')
     ),
     'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
     'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv', 'numba')),
-    'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.modes', 'einops', *TEXT)),
-    'aft_vision.devices': Rule(('aft_vision.errors',)),
+    'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.modes', 'aft_vision.errors', 'einops', *TEXT)),
+    'aft_vision.cores': Rule(('aft_vision.commandline',)),
+    'aft_vision.devices': Rule(('aft_vision.cores', 'aft_vision.errors')),
     'aft_vision.evaluate': Rule(
         (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('devices', 'files', 'modes', 'sizes', 'timing')))
     ),
@@ -71,6 +72,7 @@ RULES = {  # the longest matching prefix decides
     # Written into exported folders, where transformers is and timm may not be.
     'aft_vision.export.modeling_aft_vision': Rule(('transformers',)),
     'aft_vision.modes': Rule(()),
+    'aft_vision.plugins': Rule(()),
     'aft_vision.regularizers': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.timing')),
     'aft_vision.likelihood': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.evaluate')),
     'aft_vision.resolution': Rule((*ABOVE_MODELS.anywhere, 'aft_vision.sizes', 'aft_vision.visualize')),

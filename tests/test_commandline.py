@@ -1,6 +1,7 @@
 """Errors of the commands: a traceback, or one line."""
 
 import ast
+import multiprocessing
 import runpy
 import subprocess
 import sys
@@ -80,6 +81,14 @@ def test_a_loading_process_that_the_system_ended_is_one_line(message, capsys):
     assert shown.count('\n') == 1
 
 
+def test_a_loading_process_whose_socket_is_closed_has_ended(capsys):
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    with pytest.raises(SystemExit):
+        run_command(lambda _: ours.recv(), [])
+    assert capsys.readouterr().err.startswith('error: DataLoader worker exited (EOFError); the system ends processes')
+
+
 def test_debug_shows_the_traceback_before_the_line(capsys):
     with pytest.raises(SystemExit):
         run_command(raising(ValueError('a')), ['--debug'])
@@ -101,7 +110,7 @@ def test_other_processes_wait_for_the_first_to_speak(monkeypatch, capsys):
 def test_the_help_is_as_written_and_has_the_debug_option(monkeypatch):
     monkeypatch.setattr(sys.modules['__main__'], '__spec__', SimpleNamespace(name='tools.some.__main__'))
     lines = CommandParser('What it does.\n\nsome  text').format_help().splitlines()
-    assert lines[0] == 'usage: python -m tools.some [-h] [--debug]'
+    assert lines[0] == 'usage: python -m tools.some [-h] [--import MODULE_OR_FILE] [--debug]'
     assert lines[2:5] == ['What it does.', '', 'some  text']
     assert CommandParser(None).parse_args(['--debug']).debug
 

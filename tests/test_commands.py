@@ -68,7 +68,7 @@ def test_a_trainer_without_arguments_names_an_experiment_to_try(command, capsys)
         importlib.import_module(f'train.{command}').main([])
     assert stopped.value.code == 2
     named = capsys.readouterr().err.partition('--config ')[2].split(';')[0].strip()
-    assert (ROOT / named).is_file()
+    assert (ROOT / 'configs' / f'{named}.yaml').is_file()
 
 
 def test_every_key_has_a_default_and_a_meaning(capsys):

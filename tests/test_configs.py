@@ -189,7 +189,10 @@ def test_an_image_model_its_optimizer_and_schedule_can_be_built(path, row):
     world = World(torch.device('meta'))
     state = create_state(model, config, updates_per_epoch=7, num_classes=10, world=world, teacher=teacher)
     optimized = {id(p) for group in state.optimizer.param_groups for p in group['params']}
-    assert optimized == {id(p) for p in model.parameters()}
+    # A projection of features is trained too.
+    trained = {id(p) for p in state.task.get_trainable_module().parameters()}
+    assert optimized == trained >= {id(p) for p in model.parameters()}
+    assert (optimized == {id(p) for p in model.parameters()}) == ('feature' not in config.distill.kind)
     assert 0 < max(rates(state)) <= config.optim.lr * config.data.batch_size / 512
 
 

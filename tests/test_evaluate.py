@@ -8,7 +8,7 @@ import torch
 from timm.data import ImageNetInfo
 from torch import nn
 
-from aft_vision.evaluate import check_classes, evaluate, evaluate_all, find_classes
+from aft_vision.evaluate import ClassEvaluator, check_classes, evaluate, evaluate_all, find_classes
 
 TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=16, num_classes=3)
 
@@ -40,6 +40,23 @@ def test_top5_of_five_classes_or_fewer_is_left_out():
     metrics = evaluate(Lookup(), [(torch.eye(3), torch.tensor([0, 0, 0]))])
     assert metrics['top1'] == pytest.approx(100 / 3)
     assert 'top5' not in metrics
+
+
+def test_a_class_without_images_has_no_accuracy():
+    evaluator = ClassEvaluator(torch.device('cpu'), 3)
+    evaluator.update(torch.eye(3)[:2], torch.tensor([0, 2]))
+    assert evaluator.describe(['a', 'b', 'c']) == {
+        'a': {'samples': 1, 'top1': 100.0},
+        'b': {'samples': 0, 'top1': None},
+        'c': {'samples': 1, 'top1': 0.0},
+    }
+    many = ClassEvaluator(torch.device('cpu'), 6)
+    many.update(torch.eye(6)[:1], torch.tensor([0]))
+    found = many.describe(list('abcdef'))
+    assert (found['a'], found['b']) == (
+        {'samples': 1, 'top1': 100.0, 'top5': 100.0},
+        {'samples': 0, 'top1': None, 'top5': None},
+    )
 
 
 @pytest.mark.parametrize('training', [True, False])

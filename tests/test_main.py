@@ -12,4 +12,4 @@ def test_without_a_script_it_says_how_it_is_used(capsys, arguments, code, messag
     assert stopped.value.code == code
     output = capsys.readouterr()
     assert message in output.err
-    assert message or 'python -m aft_vision SCRIPT' in output.out
+    assert message or 'python -m aft_vision [--import MODULE_OR_FILE ...] SCRIPT' in output.out

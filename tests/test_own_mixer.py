@@ -151,6 +151,17 @@ def test_an_argument_that_it_does_not_have_is_an_error_with_those_that_it_has():
         make(kernel_size=3)
 
 
+def test_the_commands_of_the_page_are_those_that_the_commands_take(registered, monkeypatch):
+    # Imports what takes seconds.
+    from test_docs import check_module, commands
+
+    monkeypatch.chdir(Path(sys.modules['distance_mixer'].__file__).parent)
+    found = [words for words in commands('guide/own_mixer.md') if '-m' in words]
+    assert len(found) == 3
+    for words in found:
+        check_module(*words)
+
+
 @torch.no_grad()
 def test_the_examples_of_the_page_run_and_export_a_model_for_images_of_several_sizes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,7 @@ BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist'); buil
 def built(tmp_path_factory) -> SimpleNamespace:
     """The paths in the wheel and in the sdist of a copy of the checkout with weights."""
     tree = tmp_path_factory.mktemp('package') / 'checkout'
-    for folder in ('aft_vision', 'train', 'tools', 'tests'):
+    for folder in ('aft_vision', 'train', 'tools', 'configs', 'tests'):
         copytree(ROOT / folder, tree / folder, ignore=ignore_patterns('__pycache__', 'assets'))
     for name in ('pyproject.toml', 'setup.py', 'MANIFEST.in', 'README.md', 'CHANGELOG.md', 'LICENSE'):
         copy(ROOT / name, tree)
@@ -39,34 +39,53 @@ def built(tmp_path_factory) -> SimpleNamespace:
     (wheel,), (sdist,) = tree.glob('dist/*.whl'), tree.glob('dist/*.tar.gz')
     with ZipFile(wheel) as archive:
         in_wheel = set(archive.namelist())
+        archive.extractall(tree / 'installed')
     with tarfile.open(sdist) as archive:
         in_sdist = {name.partition('/')[2] for name in archive.getnames()}
-    return SimpleNamespace(wheel=in_wheel, sdist=in_sdist)
+    return SimpleNamespace(wheel=in_wheel, sdist=in_sdist, installed=tree / 'installed')
+
+
+def files_of(*folders: str) -> set[str]:
+    found = (path for folder in folders for path in (ROOT / folder).rglob('*') if path.is_file())
+    return {path.relative_to(ROOT).as_posix() for path in found if '__pycache__' not in path.parts}
 
 
 def files_of_the_package() -> set[str]:
-    found = (path for path in (ROOT / 'aft_vision').rglob('*') if path.is_file() and '__pycache__' not in path.parts)
-    return {path.relative_to(ROOT).as_posix() for path in found} | {PLACEHOLDER}
+    return files_of('aft_vision') | {PLACEHOLDER}
 
 
-def test_the_wheel_has_every_file_of_the_package_and_no_other(built):
+def files_of_the_commands() -> set[str]:
+    return files_of('train', 'tools', 'configs')
+
+
+def test_the_wheel_has_every_file_of_the_package_and_of_the_commands_and_no_other(built):
     information = f'aft_vision-{aft_vision.__version__}.dist-info/'
-    assert {name for name in built.wheel if not name.startswith(information)} == files_of_the_package()
+    commands = {f'aft_vision_cli/{name.removeprefix("tools/console/")}' for name in files_of_the_commands()}
+    assert {name for name in built.wheel if not name.startswith(information)} == files_of_the_package() | commands
     assert information + 'licenses/LICENSE' in built.wheel
     # What the names above stand for.
-    assert 'aft_vision/py.typed' in built.wheel
-    assert {Path(name).suffix for name in built.wheel} >= {'.py', '.cpp', '.h'}
+    assert built.wheel >= {'aft_vision/py.typed', 'aft_vision_cli/configs/finetune.yaml', 'aft_vision_cli/train/run.py'}
+    assert {Path(name).suffix for name in built.wheel} >= {'.py', '.cpp', '.h', '.yaml'}
 
 
-def test_the_sdist_has_what_the_wheel_is_built_from_and_no_part_of_the_tests_and_commands(built):
-    assert built.sdist >= files_of_the_package() | {
+@pytest.mark.parametrize('arguments', [['--help'], ['predict', '--help'], ['train-text', '--help'], ['train']])
+def test_the_console_command_of_the_wheel_runs_its_own_commands(built, arguments, tmp_path):
+    module, _, function = PROJECT['scripts']['aft-vision'].partition(':')
+    code = f'import sys; sys.path[0] = {str(built.installed)!r}; from {module} import {function}; {function}()'
+    done = subprocess.run([sys.executable, '-c', code, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert f'aft-vision {arguments[0]}'.removesuffix(' --help') in done.stdout or '--config finetune;' in done.stderr
+    assert 'Traceback' not in done.stderr
+
+
+def test_the_sdist_has_what_the_wheel_is_built_from_and_no_part_of_the_tests(built):
+    assert built.sdist >= files_of_the_package() | files_of_the_commands() | {
         'pyproject.toml',
         'setup.py',
         'README.md',
         'CHANGELOG.md',
         'LICENSE',
     }
-    assert not [name for name in built.sdist if name.partition('/')[0] in ('tests', 'train', 'tools')]
+    assert not [name for name in built.sdist if name.partition('/')[0] == 'tests']
 
 
 def test_changelog_and_citation_have_the_version():

@@ -3,7 +3,8 @@
 It is installed into an environment of its own, out of sight of the checkout, where the first example of README.md runs,
 then a forward and a backward pass of one model of each mixer, with C++ kernels compiled from the wheel where there is a
 compiler, or those that a wheel for a platform carries, without one, and all packaged weights load without a network.
-Other packages are read from the environment that runs this script, unless --dependencies installs them.
+Then the console command trains on a few photographs, by a config of the wheel, and uses the result. Other packages are
+read from the environment that runs this script, unless --dependencies installs them.
 """
 
 import argparse
@@ -17,6 +18,15 @@ import venv
 from pathlib import Path
 
 README = Path(__file__).parents[1] / 'README.md'
+PHOTOGRAPHS = README.parent / 'tests' / 'assets' / 'clothing' / 'train'
+# They run in a folder that has the photographs only.
+COMMANDS = (
+    'train --config finetune --quiet data.dir=photographs run.dir=run schedule.epochs=2 schedule.min_updates=0',
+    'eval --checkpoint run --data photographs --sizes 64 --batch-size 8',
+    'predict photographs/hat --checkpoint run --top 1',
+    'report --checkpoint run --images photographs --max-images 1 --out report.html',
+    'export --checkpoint run --format pt2 --fixed-size --out model.pt2',
+)
 # A model at a resolution of its own.
 COUNT = 1
 # What an example must not name: it is no part of the wheel.
@@ -65,7 +75,7 @@ def make_environment(folder: Path, wheel: Path, dependencies: bool) -> Path:
     """Install a wheel into a new environment and return its interpreter."""
     venv.create(folder, with_pip=True)
     python = folder / 'bin' / 'python'
-    install = [python, '-I', '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', wheel]
+    install = [python, '-I', '-m', 'pip', 'install', '--quiet', '--disable-pip-version-check', f'{wheel}[train]']
     subprocess.run([*install, *([] if dependencies else ['--no-deps'])], check=True)
     if not dependencies:
         packages = next(folder.glob('lib/python*/site-packages'))
@@ -73,6 +83,17 @@ def make_environment(folder: Path, wheel: Path, dependencies: bool) -> Path:
         ours = [path for path in sys.path if Path(path).name in ('site-packages', 'dist-packages')]
         (packages / 'dependencies.pth').write_text('\n'.join(ours) + '\n')
     return python
+
+
+def run_commands(folder: Path, program: Path, environment: dict[str, str]) -> None:
+    """Train on a few photographs by the console command, and use the run."""
+    for kind in ('hat', 'shoes'):
+        (folder / 'photographs' / kind).mkdir(parents=True)
+        for path in sorted((PHOTOGRAPHS / kind).iterdir())[:8]:
+            shutil.copy(path, folder / 'photographs' / kind)
+    for words in COMMANDS:
+        print(f'aft-vision {words}', flush=True)
+        subprocess.run([program, *words.split()], cwd=folder, env=environment, check=True)
 
 
 def main() -> None:
@@ -97,6 +118,8 @@ def main() -> None:
         # -I: neither PYTHONPATH nor the working directory.
         if subprocess.run([python, '-I', path], cwd=folder, env=environment).returncode:
             sys.exit(f'{args.wheel} does not work in an environment of its own, see above')
+        path.unlink()
+        run_commands(Path(folder), python.with_name('aft-vision'), environment)
 
 
 if __name__ == '__main__':

@@ -1,1 +1,1 @@
-"""Command lines over the package, run from the repository root: `python -m tools.NAME`."""
+"""Command lines over the package, `python -m tools.NAME` in a checkout, `aft-vision NAME` anywhere."""

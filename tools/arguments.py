@@ -42,7 +42,7 @@ def add_license(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add --device, for `resolve_device`."""
+    """Add --device, for `use_device`."""
     parser.add_argument('--device', default='auto', help='default: CUDA if available')
 
 
@@ -80,7 +80,6 @@ def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -
             default='name',
             help='how classes are those of the model: by name, of which some are enough, or by order (default: name)',
         ),
-        add('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded'),
         add('--batch-size', type=int, default=64, help='images per batch (default: 64)'),
         add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)'),
         add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)'),

@@ -18,6 +18,9 @@ from aft_vision.evaluate import find_classes, known_classes
 from aft_vision.sizes import check_channels
 from tools.arguments import decoding
 
+# Flags of the images that have been named as skipped: a tool opens its data for each size.
+_named: dict[Source, torch.Tensor] = {}
+
 
 def create_data_loader(
     model: nn.Module, size: tuple[int, int] | NativeShape, args: argparse.Namespace, device: torch.device
@@ -45,7 +48,7 @@ def create_data_loader(
         num_classes=args.num_classes,
         max_image_pixels=decoding(args).max_pixels,
         bits=args.bits,
-        on_corrupt_image='skip' if args.skip_corrupt else 'raise',
+        on_corrupt_image='skip',
     )
     crop_pct = trained['crop_pct'] if args.crop_pct is None else args.crop_pct
     preprocessing = Preprocessing(size, crop_pct, trained['mean'], trained['std'])
@@ -64,6 +67,7 @@ def create_data_loader(
         except ValueError:
             raise ValueError(message) from error
         _note(f'{place} has no splits: all of it is evaluated; --val-share takes what a training held out')
+    loader.dataset.named = _named.setdefault(source, loader.dataset.named)
     classes, known = find_classes(model, class_names, place, args.match_classes == 'place'), known_classes(model) or []
     if classes is not None and len(classes) < len(known):
         _note(f'{place} has {len(classes)} of the {len(known)} classes of the model: only these are compared')
@@ -79,4 +83,7 @@ def _note(line: str) -> None:
 def _advice(remedies: Mapping[str, Any]) -> str:
     if 'eval_split' in remedies:
         return f'; --split {remedies["eval_split"]} evaluates that'
-    return '; --val-share 0.1 evaluates a tenth of the training images' if remedies.keys() == {'val_share'} else ''
+    if 'train_split' in remedies or 'val_share' not in remedies:
+        return ''
+    place = f'--data {remedies["dir"]} ' if 'dir' in remedies else ''
+    return f'; {place}--val-share 0.1 evaluates a tenth of the training images'

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.arguments import add_decoding, decoding
 from train.command_line import CommandParser
 
 DEIT = Path('docs/results/data/imagenette/deit_seed0')
@@ -25,6 +26,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', nargs='+', metavar='FILE_OR_DIR', help='models (default: those with weights)')
     parser.add_argument('--examples', type=Path, default=EXAMPLES, help=f'photographs to begin with ({EXAMPLES})')
+    add_decoding(parser)
     parser.add_argument('--port', type=int, default=7860, help='default: 7860')
     return parser.parse_args(argv)
 
@@ -41,6 +43,7 @@ import torch
 from PIL import Image
 
 from aft_vision.commandline import run_command
+from aft_vision.data import Decoding
 from aft_vision.layers import aft_mixers
 from aft_vision.models.checkpoint import load_model
 from aft_vision.sizes import default_size, resize_model
@@ -54,6 +57,7 @@ from aft_vision.visualize import (
     draw_key_maps,
     evenly_spaced,
     find_readable,
+    has_token_grid,
     load_photograph,
     predictions,
 )
@@ -83,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = parse_args(argv)
     models = load_models(args.checkpoint)
-    page = build_page(models, find_readable(args.examples, 6, SkippedImages()))
+    examples = find_readable(args.examples, 6, SkippedImages(), decoding(args))
+    page = build_page(models, examples, decoding(args))
     page.launch(server_name='127.0.0.1', server_port=args.port, share=False, **page_theme())
 
 
@@ -103,10 +108,10 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
     for checkpoint in checkpoints:
         model: Any = load_model(checkpoint)
         name = model.pretrained_cfg['architecture']
-        if not (hasattr(model, 'blocks') and hasattr(getattr(model, 'patch_embed', None), 'dynamic_feat_size')):
+        if not (hasattr(model, 'blocks') and has_token_grid(model)):
             raise ValueError(
                 f'expected a model with one grid of tokens, such as aft_conv_tiny or a ViT, got {name} of '
-                f'{checkpoint}; tools.predict classifies with it'
+                f'{checkpoint}; aft-vision predict classifies with it'
             )
         try:
             # Its error now, and not at every photograph.
@@ -117,16 +122,19 @@ def load_models(checkpoints: Sequence[str] | None) -> dict[str, Any]:
     return models
 
 
-def answer(model: Any, path: str | Path, side: int, query: tuple[float, float]) -> Answer:
+def answer(
+    model: Any, path: str | Path, side: int, query: tuple[float, float], decoding: Decoding | None = None
+) -> Answer:
     """Classify a photograph.
 
     Args:
         side: Side of the square that the model sees, in pixels.
         query: (y, x) of the token whose attention is drawn, as shares of the square in [0, 1].
+        decoding: Options of reading the file; None for the default ones.
     """
     # Resizing twice would resample what has been resampled.
     model = resize_model(copy.deepcopy(model), (side, side))
-    photograph = load_photograph(path, model, (side, side))
+    photograph = load_photograph(path, model, (side, side), decoding)
     with torch.inference_mode():
         logits = model(photograph.images)
         (seconds,) = time_rounds([lambda: model(photograph.images)], torch.device('cpu'), 5)
@@ -180,8 +188,11 @@ def side_limits(models: Sequence[Any]) -> tuple[int, int, int]:
     return 4 * step, max(4, -(-largest // step)) * step, step
 
 
-def build_page(models: dict[str, Any], examples: Sequence[Path]) -> Any:
+def build_page(models: dict[str, Any], examples: Sequence[Path], decoding: Decoding | None = None) -> Any:
     """Build the page.
+
+    Args:
+        decoding: Options of reading the photographs; None for the default ones.
 
     Raises:
         ImportError: gradio is not installed.
@@ -196,11 +207,11 @@ def build_page(models: dict[str, Any], examples: Sequence[Path]) -> Any:
     def show(path: str | None, side: int, query: tuple[float, float]) -> list[Any]:
         if path is None:
             return [None] * (1 + 4 * len(models))
-        found = [answer(model, path, side, query) for model in models.values()]
+        found = [answer(model, path, side, query, decoding) for model in models.values()]
         threads = torch.get_num_threads()
         times = [f'{each.milliseconds:.1f} ms, one image, {threads} thread{"s" * (threads > 1)}' for each in found]
         each = [[a.classes, t, a.attention, a.keys] for a, t in zip(found, times, strict=True)]
-        seen = Image.fromarray(load_photograph(path, first, (side, side)).pixels.numpy())
+        seen = Image.fromarray(load_photograph(path, first, (side, side), decoding).pixels.numpy())
         return [seen, *(part for parts in each for part in parts)]
 
     def choose_token(picture: Image.Image, event: gradio.SelectData) -> tuple[float, float]:

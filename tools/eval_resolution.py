@@ -1,5 +1,6 @@
 """Evaluate checkpoints at several image sizes.
 
+python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 224 288 384x256
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 192:384:16 --flip --multi-scale 192 224 288
 python -m tools.eval_resolution --checkpoint A B C --data DIR --sizes 128:224:32 --out OUT
@@ -8,7 +9,8 @@ python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --native --m
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; DIR is a folder or tar file of class
 folders, in a val, validation or test split if it has splits, or with --name the root of a data set of torchvision,
 Hugging Face or WebDataset by timm's name. A size is a side in pixels, HEIGHTxWIDTH, or START:STOP:STEP for every side
-from START to STOP, including STOP. A fixed-size model is resized with its `set_input_size`.
+from START to STOP, including STOP; without --sizes it is that of training. A fixed-size model is resized with its
+`set_input_size`.
 
 --multi-scale adds a row for the mean of the predictions at these sizes; the images are loaded at the largest size and
 resized to the others. --flip averages every prediction with the prediction for the mirror image. --pad accepts sizes
@@ -31,7 +33,8 @@ file.
 Prints top-1 with its standard error, top-5 of more than five classes, images/s of the forward pass and peak memory (of
 the device, or of the process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
 Several checkpoints make eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training
-size, a column per test size. Earlier results are replaced with --overwrite only.
+size, a column per test size. Earlier results are replaced with --overwrite only. Images that cannot be decoded are
+named, counted and left out.
 """
 
 import argparse
@@ -68,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar='NAME=VALUE',
         help='arguments of the models instead of those of training',
     )
-    add('--sizes', type=parse_sizes, nargs='+', default=[], help='sides in pixels, HEIGHTxWIDTH or START:STOP:STEP')
+    add('--sizes', type=parse_sizes, nargs='+', default=[], help='in pixels (default: as trained)')
     add('--native', action='store_true', help='evaluate images at their own shapes, next to the centre crop')
     add('--max-tokens', type=int, nargs='+', default=[], help='patches per image of --native')
     add('--multi-scale', type=parse_sizes, nargs='+', default=[], help='two or more sizes to average over')
@@ -92,8 +95,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error('--native takes neither --flip nor --pad')
     if args.real_labels and args.per_class:
         parser.error('--real-labels takes no --per-class, as an image has several classes')
-    if not (args.sizes or args.native):
-        parser.error('expected --sizes, or --native with --max-tokens')
     return args
 
 
@@ -108,8 +109,8 @@ from torch import nn
 
 from aft_vision.commandline import run_command
 from aft_vision.data import NativeShape
-from aft_vision.devices import peak_memory_mb, reset_peak_memory, resolve_device
-from aft_vision.evaluate import evaluate_all, find_classes
+from aft_vision.devices import peak_memory_mb, reset_peak_memory, use_device
+from aft_vision.evaluate import ClassEvaluator, evaluate_all, find_classes
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import (
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         FileExistsError: the folder has such a table and --overwrite is not given.
     """
     args = parse_args(argv)
-    device = resolve_device(args.device)
+    device = use_device(args.device)
     for checkpoint in args.checkpoint:
         check_sizes(load_model(checkpoint, **args.model_arg), args)
     first = args.checkpoint[0]
@@ -178,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def sizes_of(model: nn.Module, args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Return the sizes (H, W) to evaluate a model at: the wanted ones, and the squares of its native shapes."""
+    """Return the sizes (H, W) to evaluate a model at: those wanted, or of training, and squares of native shapes."""
+    if not (args.sizes or args.native):
+        # `load_model` records that of a run.
+        return [training_size(model)]
     return by_area([*args.sizes, *(naflex_shape(model, tokens).square for tokens in args.max_tokens)])
 
 
@@ -241,39 +245,6 @@ def print_classes(rows: Sequence[dict[str, Any]]) -> None:
             for top1, title in zip(found, titles, strict=True)
         )
         print(f'{name:{width}}  {first["samples"]:>6}  ' + '  '.join(cells))
-
-
-class ClassEvaluator(ClassificationEvaluator):
-    """timm's evaluator with counts by class.
-
-    Attributes:
-        by_class: (classes, 3): samples, and correct ones among the first and the first five predictions.
-    """
-
-    def __init__(self, device: torch.device, num_classes: int) -> None:
-        super().__init__(device)
-        self.by_class = torch.zeros(num_classes, 3, dtype=torch.int64, device=device)
-
-    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
-        super().update(output, target)
-        correct = output.topk(min(5, output.shape[-1]), dim=-1).indices.eq(target[:, None])
-        counts = torch.stack([torch.ones_like(target), correct[:, 0], correct.any(dim=-1)], dim=-1)
-        self.by_class.index_add_(0, target, counts.to(self.by_class))
-
-    def describe(self, class_names: Sequence[str]) -> dict[str, dict[str, float | None]]:
-        """Return samples, top-1 and, of more than five classes, top-5 accuracy in percent by name.
-
-        It is None for a class without samples.
-        """
-        has_top5 = len(class_names) > 5
-        return {
-            name: {
-                'samples': samples,
-                'top1': 100 * top1 / samples if samples else None,
-                **({'top5': 100 * top5 / samples if samples else None} if has_top5 else {}),
-            }
-            for name, (samples, top1, top5) in zip(class_names, self.by_class.tolist(), strict=True)
-        }
 
 
 def evaluate_at(

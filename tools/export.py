@@ -38,7 +38,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import KeyValues, add_license, add_size, check_out, parse_positive
+from tools.arguments import KeyValues, add_decoding, add_license, add_size, check_out, decoding, parse_positive
 from train.command_line import CommandParser
 
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
@@ -64,6 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument('--out', type=Path, required=True, help='the file, or the folder for hf and web')
     add_size(parser)
+    add_decoding(parser)
     parser.add_argument('--fixed-size', action='store_true', help='fix the image size')
     parser.add_argument('--batch', type=parse_positive, help='fix the batch size (default: any)')
     parser.add_argument('--lowering', '--form', choices=LOWERINGS, help='AFT-conv in onnx, pt2 --aten (default: conv)')
@@ -180,7 +181,7 @@ def write_program(model: Any, shape: InputShape, lowering: str, args: argparse.N
     """Write an onnx or pt2 file, and print how it differs from PyTorch, and from itself in int8."""
     files, skipped = find_photographs(args.data, MAX_PHOTOGRAPHS) if args.data else [], SkippedImages()
     # A file of a fixed batch takes no other.
-    batches = load_batches(files, model, shape.size, skipped)
+    batches = load_batches(files, model, shape.size, skipped, decoding(args))
     images = [image.repeat(shape.batch or 1, 1, 1, 1) for batch in batches for image in batch.split(1)]
     if files and not images:
         raise CorruptImageError(f'expected an image that can be decoded in {args.data}, got none of {len(files)}')

@@ -42,7 +42,7 @@ if __name__ == '__main__':
 from torch import nn
 
 from aft_vision.commandline import run_command
-from aft_vision.devices import resolve_device
+from aft_vision.devices import use_device
 from aft_vision.evaluate import evaluate_all
 from aft_vision.export import export_model
 from aft_vision.files import write_json
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     check_out(args.out, args.checkpoint)
     if args.out.is_file():
         raise ValueError(f'expected a folder, got --out {args.out}, a file')
-    device = resolve_device(args.device)
+    device = use_device(args.device)
     model: Any = load_model(args.checkpoint, device)
     onehot = harden(model)
     result: dict[str, Any] = {

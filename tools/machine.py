@@ -7,11 +7,11 @@ import platform
 import subprocess
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import timm
 import torch
 
+from aft_vision.cores import LoadMeter
 from aft_vision.ops import operator
 from aft_vision.ops.common.choice import cpu_info, processor_name
 
@@ -20,29 +20,6 @@ PRECISIONS = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.floa
 # Largest share of the available cores that other processes may use; above it times are not reported.
 MAX_LOAD = 0.1
 SAMPLE_SECONDS = 1.0
-
-
-class _Sample(NamedTuple):
-    """Seconds of wall time, of busy time on the available cores, and of this process and its children."""
-
-    clock: float
-    busy: float
-    own: float
-
-
-class LoadMeter:
-    """A meter of the share of the available cores that other processes use, from its creation on."""
-
-    def __init__(self) -> None:
-        self._start = _sample()
-
-    def load(self) -> float | None:
-        """Return the share, 0 to 1, since the meter was created; None if unknown (not Linux)."""
-        now = _sample()
-        if now is None or self._start is None:
-            return None
-        clock, busy, own = (after - before for before, after in zip(self._start, now, strict=True))
-        return min(1.0, max(0.0, busy - own) / (clock * len(_cores()))) if clock > 0 else 0.0
 
 
 def check_load() -> None:
@@ -62,29 +39,6 @@ def refuse_load(load: float | None) -> None:
             f'expected other processes to use at most {MAX_LOAD:.0%} of the available cores, got {load:.0%}; wait, or '
             'give --allow-load'
         )
-
-
-def count_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(_cores()) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-
-
-def cpu_seconds() -> float:
-    """Return the seconds of all cores that this process and those below it have used, such as those that load data."""
-    parents, used, own = {}, {}, os.getpid()
-    for path in Path('/proc').glob('[0-9]*/stat'):
-        # A process may have ended. Its name, in parentheses, may contain any characters.
-        with contextlib.suppress(OSError):
-            fields = path.read_text().rpartition(')')[2].split()
-            process = int(path.parent.name)
-            # Its own time, which is counted finer for this process, and that of its children that have ended, each in
-            # user and in system mode.
-            parents[process], used[process] = int(fields[1]), sum(map(int, fields[13 if process == own else 11 : 15]))
-    below = {own}
-    while more := {process for process, parent in parents.items() if parent in below} - below:
-        below |= more
-    ticks = os.sysconf('SC_CLK_TCK') if used else 1
-    return time.process_time() + sum(used.get(process, 0) for process in below) / ticks
 
 
 def has_bfloat16() -> bool:
@@ -160,23 +114,6 @@ def read_commit() -> str:
         command = ['git', 'rev-parse', '--short', 'HEAD']
         return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     return 'unknown'
-
-
-def _sample() -> _Sample | None:
-    path = Path('/proc/stat')
-    if not path.exists() or not hasattr(os, 'sched_getaffinity'):
-        return None
-    ticks, names, busy = os.sysconf('SC_CLK_TCK'), {f'cpu{core}' for core in _cores()}, 0
-    for name, *fields in (line.split() for line in path.read_text().splitlines()):
-        if name in names:
-            # user, nice, system, idle, iowait, irq, softirq, steal; guests are part of user.
-            numbers = [int(field) for field in fields[:8]]
-            busy += sum(numbers) - sum(numbers[3:5])
-    return _Sample(time.monotonic(), busy / ticks, cpu_seconds())
-
-
-def _cores() -> set[int]:
-    return os.sched_getaffinity(0)
 
 
 def _cpu_flags() -> set[str]:

@@ -3,7 +3,7 @@
 python -m tools.prepare_imagenet --archives FOLDER --out IMAGENET
 python -m tools.prepare_imagenet --solution LOC_val_solution.csv --out ILSVRC/Data/CLS-LOC
 python -m tools.prepare_imagenet --solution tiny-imagenet-200/val/val_annotations.txt --out tiny-imagenet-200
-python -m train.imagenet --config ... data.dir=IMAGENET
+aft-vision train --config ... data.dir=IMAGENET
 
 FOLDER has ILSVRC2012_devkit_t12.tar.gz, and ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar or one of them. They
 become IMAGENET/train/CLASS and IMAGENET/val/CLASS. Without the archive of the validation images, those of a flat

@@ -52,7 +52,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 from aft_vision.commandline import run_command
-from aft_vision.devices import resolve_device
+from aft_vision.devices import use_device
 from aft_vision.evaluate import evaluate_all, known_classes
 from aft_vision.export import export_model
 from aft_vision.files import write_json
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse_args(argv)
     out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
     check_new(args, out / 'prune_bias.json', out / 'prune_bias.png', *([] if args.save is None else [out / 'pruned']))
-    device = resolve_device(args.device)
+    device = use_device(args.device)
     model: Any = load_model(args.checkpoint, device)
     # First: a model without them may have no grid of tokens either.
     conv_mixers(model)

@@ -36,7 +36,7 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
-from aft_vision.devices import resolve_device
+from aft_vision.devices import use_device
 from aft_vision.fastformer.data.mind import News, read_mind_news
 from aft_vision.fastformer.data.movielens import read_films
 from aft_vision.fastformer.ranking import NewsRanker
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
     """
     args = parse_args(argv)
     check_checksums(args.model)
-    ranker = NewsRanker.load(args.model, resolve_device(args.device))
+    ranker = NewsRanker.load(args.model, use_device(args.device))
     has_news = args.news.is_file() or (args.news / 'news.tsv').is_file()
     if args.text_columns and not has_news:
         raise ValueError(f'expected no --text-columns for the films of {args.news}, got {" ".join(args.text_columns)}')

@@ -1,18 +1,23 @@
-"""Write a web page about a trained AFT model: what it is, what it has learned, what it makes of some photographs.
+"""Write a web page about a trained model: its accuracy on your photographs, its training, what it has learned.
 
+python -m tools.report --checkpoint RUN
 python -m tools.report --checkpoint FILE_OR_DIR --images FOLDER --out DIR/report.html
 python -m tools.report --checkpoint FILE_OR_DIR --only biases --layers 1 3 5 7 9 11
 python -m tools.report --checkpoint FILE_OR_DIR --only keys --images FILE --out keys.png
 python -m tools.report --checkpoint FILE_OR_DIR --only attention --images FILE --query 4 5 --out attention.png
 
-FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, of which
---max-images are shown, evenly spaced over the sorted paths; those that cannot be decoded are named and left out. Where
-their folders are named after classes, the page has the accuracy by class, and right and wrong answers. It has the
-position biases (AFT Fig. 1, 3, 6 to 8) and how sparse they are, the average relative attention (Fig. 5), and for each
-photograph the prediction, the keys (Fig. 9 to 12) and the implicit attention (Eq. 3) of one token. With --before, the
-biases of an earlier checkpoint are next to them; with --vit, the attention of a ViT. The curves of training are on it
+FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder; FOLDER is searched for images, which the
+model should not have been trained on. The default is the validation images of the run. Those that cannot be decoded are
+named and left out. Where their folders are named after classes, the page begins with the accuracy of each class and its
+interval, the confusion matrix, and the photographs that the model gets most wrong. The curves of training are on it
 where summary.csv is next to the checkpoint, and the accuracy by image size where eval_resolution.json of
-tools.eval_resolution is and is not older. The page is one file and asks nothing of a network (needs matplotlib).
+tools.eval_resolution is and is not older. It shows the predictions for --max-images photographs, evenly spaced over the
+sorted paths.
+
+Of an AFT model with one grid of tokens it also has the keys (AFT Fig. 9 to 12) and the implicit attention (Eq. 3) of
+one token of each of these photographs, the position biases (Fig. 1, 3, 6 to 8) and how sparse they are, and the average
+relative attention (Fig. 5). With --before, the biases of an earlier checkpoint are next to them; with --vit, the
+attention of a ViT. The page is one file and asks nothing of a network (needs matplotlib).
 
 --only writes one picture as a PNG: the position biases, or of one photograph the keys or the attention of a token, with
 the likeliest classes. A row of it is a layer and a column a head, or a channel of a model without heads. Rows, columns,
@@ -24,13 +29,14 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import add_device, add_size, check_out, parse_positive
+from tools.arguments import add_decoding, add_device, add_size, check_out, decoding, parse_positive
 from train.command_line import CommandParser
 
 PICTURES = ('biases', 'keys', 'attention')
@@ -43,6 +49,8 @@ TAKERS = {
     'average_images': (None,),
     'accuracy_images': (None,),
     'query': (None, 'attention'),
+    'max_pixels': (None, 'keys', 'attention'),
+    'bits': (None, 'keys', 'attention'),
     'heads': PICTURES,
     'layers': PICTURES,
     'exponentiated': ('biases',),
@@ -53,7 +61,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
-    parser.add_argument('--images', type=Path, help='a folder with images, searched through; with --only a photograph')
+    parser.add_argument(
+        '--images', type=Path, help='a folder with images (default: validation images of the run), or a photograph'
+    )
     parser.add_argument('--only', choices=PICTURES, help='write this picture instead of the page')
     parser.add_argument('--before', type=Path, help='a checkpoint whose position biases go on the left')
     parser.add_argument('--vit', help="a checkpoint of a ViT, or timm's name of one with published weights")
@@ -65,6 +75,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         '--accuracy-images', type=int, default=2000, help='images that accuracy is measured on (default: 2000)'
     )
     add_size(parser)
+    add_decoding(parser)
     parser.add_argument(
         '--query', type=int, nargs=2, metavar=('ROW', 'COL'), help='token whose attention is drawn (default: centre)'
     )
@@ -77,8 +88,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_device(parser)
     parser.add_argument('--out', type=Path, help='the file (default: report.html or KIND.png next to the checkpoint)')
     args = parser.parse_args(argv)
-    if args.images is None and args.only != 'biases':
-        parser.error('--images is missing: a folder, or a photograph for --only keys or attention')
+    if args.images is None and args.only in ('keys', 'attention'):
+        parser.error(f'--images is missing: a photograph for --only {args.only}')
     for option, takers in TAKERS.items():
         if args.only not in takers and getattr(args, option) != parser.get_default(option):
             names = ' or '.join(f'--only {name}' if name else 'the page' for name in takers)
@@ -99,7 +110,8 @@ from tqdm import tqdm
 
 from aft_vision import __version__
 from aft_vision.commandline import run_command
-from aft_vision.devices import resolve_device
+from aft_vision.data.datasets import Source, open_eval_split, with_evaluation_images
+from aft_vision.devices import use_device
 from aft_vision.files import find_checkpoint, replacing_output
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import draw_sizes
@@ -145,13 +157,14 @@ def main(argv: Sequence[str] | None = None) -> Path:
         print(f'the picture is in {out}')
         return out
     words = sys.argv[1:] if argv is None else argv
-    report = load_report(args, folder, shlex.join(['python', '-m', 'tools.report', *words]))
+    report = load_report(args, folder, shlex.join(['aft-vision', 'report', *words]))
     sections = [*report_sections(report)]
     sizes = folder / 'eval_resolution.json'
     if sizes.is_file() and is_older(sizes, args.checkpoint):
-        print(f'{sizes} is older than {args.checkpoint} and left out; tools.eval_resolution --overwrite replaces it')
+        print(f'{sizes} is older than {args.checkpoint} and left out; aft-vision eval --overwrite replaces it')
     elif sizes.is_file():
-        first = sum(section.title in ('Model', 'Training') for section in sections)
+        # Before the model and its pictures.
+        first = next((place for place, section in enumerate(sections) if section.title == 'Model'), 0)
         sections.insert(first, Section('Image sizes', partial(sizes_section, sizes)))
     parts = []
     with tqdm(sections, unit='section', disable=None) as progress:
@@ -182,7 +195,7 @@ def sizes_section(path: Path) -> str:
 
 def draw_picture(args: argparse.Namespace) -> Any:
     """Draw the picture of --only."""
-    device = resolve_device(args.device)
+    device = use_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
     heads, layers = ([x - 1 for x in numbers] if numbers else None for numbers in (args.heads, args.layers))
     options: dict[str, Any] = dict(heads=heads, max_heads=args.max_heads)
@@ -190,7 +203,7 @@ def draw_picture(args: argparse.Namespace) -> Any:
         before = load_model(args.before, device) if args.before else None
         options |= dict(before=before, layers=layers, exponentiated=args.exponentiated)
         return draw_position_biases(model, **options)
-    photograph = load_photograph(args.images, model, args.size)
+    photograph = load_photograph(args.images, model, args.size, decoding(args))
     logits, found = capture_mixers(model, photograph.images.to(device))
     text = '\n'.join(f'{100 * chance:5.1f}%  {name}' for name, chance in predictions(model, logits))
     options |= dict(chosen_layers=layers, text=text)
@@ -203,23 +216,26 @@ def draw_picture(args: argparse.Namespace) -> Any:
 
 def load_report(args: argparse.Namespace, folder: Path, command: str) -> Report:
     """Load all that the report is made of."""
-    device = resolve_device(args.device)
+    device = use_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
     summary = next((path for path in (folder / 'summary.csv', folder.parent / 'summary.csv') if path.is_file()), None)
     config = summary and summary.parent / 'config.yaml'
-    targets = describe_targets(read_config(config)) if config and config.is_file() else ''
+    experiment = read_config(config) if config and config.is_file() else {}
+    images = args.images or find_validation_images(experiment)
     skipped = SkippedImages()
     return Report(
         model=model,
-        photographs=find_readable(args.images, args.max_images, skipped),
+        photographs=find_readable(images, args.max_images, skipped, decoding(args)),
         skipped=skipped,
-        averaged=find_photographs(args.images, args.average_images),
-        labelled=find_photographs(args.images, args.accuracy_images),
+        averaged=find_photographs(images, args.average_images),
+        labelled=find_photographs(images, args.accuracy_images),
+        folder=args.images or Path(experiment['data']['dir']),
+        decoding=decoding(args),
         size=args.size,
         before=load_model(args.before, device) if args.before else None,
         vit=resize_model(load_model(args.vit, device), args.size) if args.vit else None,
         history=read_history(summary) if summary else (),
-        targets=targets,
+        targets=describe_targets(experiment),
         facts={**recorded_facts(args.checkpoint), **describe_origin(command)},
         query=(args.query[0] - 1, args.query[1] - 1) if args.query else None,
         max_heads=args.max_heads,
@@ -239,6 +255,27 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
         raise ValueError(f'expected the config of a run of train.imagenet, got no sections in {path}')
     return config
+
+
+def find_validation_images(experiment: Mapping[str, Any]) -> list[Path]:
+    """Return the files of the validation images of a run, also of those that it held out.
+
+    Raises:
+        ValueError: the experiment has no such files.
+    """
+    data = experiment.get('data')
+    if not data:
+        raise ValueError('expected a run with its config.yaml, or --images FOLDER, got neither')
+    try:
+        source = Source(**{each.name: data[each.name] for each in fields(Source) if each.name in data})
+        dataset = open_eval_split(with_evaluation_images(source)).dataset
+    except ValueError as error:
+        raise ValueError(f'expected the validation images of the run, or --images FOLDER: {error}') from error
+    files = [Path(dataset.name_of(index)) for index in range(len(dataset))] if hasattr(dataset, 'name_of') else []
+    if not (files and files[0].is_file()):
+        place = source.name or source.dir
+        raise ValueError(f'expected --images FOLDER, as the images of the run are not files but in {place}, got none')
+    return files
 
 
 def describe_origin(command: str) -> dict[str, str]:

@@ -1,17 +1,18 @@
 """Sample images from a pixel model, or complete partly given ones (AFT Fig. 4).
 
 python -m tools.sample_pixels --checkpoint FILE --num-images 64 --top-p 0.95 --out samples.png
-python -m tools.sample_pixels --checkpoint FILE --images A.png B.png --mask left-half --out completed.png
+python -m tools.sample_pixels --checkpoint FILE --images A.png FOLDER --mask left-half --out completed.png
 python -m tools.sample_pixels --checkpoint FILE --data CIFAR10 --indices 0 1 2 3 --num-samples 3 --out completed.png
 
 FILE is a checkpoint of train.pixel or `save_decoder`. The images are sampled sub-pixel by sub-pixel in raster order and
 written to one enlarged sheet. A batch takes little longer than one image, so larger batches are faster per image until
 the processor is saturated.
 
---images takes files of the model's image size, --data the test images of CIFAR10 in any format of train.pixel. --mask
-selects the given part: top-half, bottom-half, left-half, right-half, or an image file that is white where a pixel is
-given. The model does not see given pixels below the one that it samples. The sheet then has a column for each image:
-the given part on grey, the completions, and with --originals the image itself.
+--images takes files of the model's image size, and folders that are searched for them; those that cannot be decoded are
+named and left out. --data takes the test images of CIFAR10 in any format of train.pixel. --mask selects the given part:
+top-half, bottom-half, left-half, right-half, or an image file that is white where a pixel is given. The model does not
+see given pixels below the one that it samples. The sheet then has a column for each image: the given part on grey, the
+completions, and with --originals the image itself.
 
 Image i has the seed --seed plus i, independent of the batch. With --folder each image is also written there, named by
 its seed, after its batch: after an interruption, --seed with the first missing one samples the rest.
@@ -31,7 +32,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_sampling(parser)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
-    source.add_argument('--images', type=Path, nargs='+', metavar='FILE', help='images to complete')
+    source.add_argument(
+        '--images', type=Path, nargs='+', metavar='IMAGE', help='images to complete, or folders of them'
+    )
     source.add_argument('--data', type=Path, help='CIFAR10 in any format of train.pixel, to complete its test images')
     halves = 'top-half, bottom-half, left-half, right-half'
     completing = [
@@ -71,7 +74,7 @@ from aft_vision.data import open_image, read_cifar10
 from aft_vision.files import replacing, replacing_output
 from aft_vision.models import PixelDecoder, half_mask
 from aft_vision.models.pixel import MASKS
-from aft_vision.visualize import completion_sheet, image_sheet, load_pixels
+from aft_vision.visualize import SkippedImages, completion_sheet, image_sheet, list_photographs, load_pixels
 from tools.sampling import load_for, sampling_rules
 
 
@@ -86,15 +89,17 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
         ValueError: the checkpoint, an image, the mask, the device or another option is not valid.
     """
     args = parse_args(argv)
-    check_out(args.out, args.checkpoint, Path(args.mask), *(args.images or ()))
+    args.images = list_photographs(args.images or ())
+    check_out(args.out, args.checkpoint, Path(args.mask), *args.images)
     if Image.registered_extensions().get(args.out.suffix.lower()) not in Image.SAVE:
         raise ValueError(
             f'expected the file of a picture, such as {args.out.with_suffix(".png")}, got --out {args.out}'
         )
     model = load_for(args, 'pixel')
     assert isinstance(model, PixelDecoder)
+    skipped = SkippedImages()
     if args.images or args.data:
-        images = model.check_images(read_images(args, model.img_size))
+        images = model.check_images(read_images(args, model.img_size, skipped))
         mask = read_mask(args.mask, model.img_size)
 
         def complete(numbers: list[int]) -> torch.Tensor:
@@ -112,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> torch.Tensor:
         sheet = image_sheet(drawn, args.columns, args.scale)
     with replacing_output(args.out) as file:
         sheet.save(file)
-    print(f'{len(drawn)} images are in {args.out}')
+    left_out = skipped.describe()
+    print(f'{len(drawn)} images are in {args.out}{f"; {left_out}" if left_out else ""}')
     return drawn
 
 
@@ -141,10 +147,10 @@ def draw_images(draw: Callable[[list[int]], torch.Tensor], count: int, args: arg
     return torch.cat(batches)
 
 
-def read_images(args: argparse.Namespace, img_size: tuple[int, int]) -> torch.Tensor:
-    """Read the images to complete, (N, 3, H, W) uint8."""
-    if args.images is not None:
-        return load_pixels(args.images, img_size)
+def read_images(args: argparse.Namespace, img_size: tuple[int, int], skipped: SkippedImages) -> torch.Tensor:
+    """Read the images to complete, (N, 3, H, W) uint8, except those that cannot be decoded."""
+    if args.images:
+        return load_pixels(args.images, img_size, skipped)
     images = read_cifar10(args.data, 'test')
     if images.shape[1:3] != img_size:
         made, found = (f'{height} x {width}' for height, width in (img_size, images.shape[1:3]))

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from aft_vision.devices import resolve_device
+from aft_vision.devices import use_device
 from aft_vision.models import AFTDecoder, load_decoder
 
 
@@ -14,7 +14,7 @@ def load_for(args: argparse.Namespace, task: str) -> AFTDecoder:
     Raises:
         ValueError: it is not of that task.
     """
-    model = load_decoder(args.checkpoint, resolve_device(args.device))
+    model = load_decoder(args.checkpoint, use_device(args.device))
     if model.task != task:
         raise ValueError(f'expected a {task} model in {args.checkpoint}, got a {model.task} model')
     return model

@@ -1,7 +1,7 @@
 """Initialise an AFT model with the weights of a DeiT or ViT (AFT Table 8).
 
 python -m tools.transfer_deit --source deit_base_patch16_384 --model aft_conv_base_k25_h32_384 --out runs/from_deit
-python -m train.imagenet --config CONFIG run.init_from=runs/from_deit
+aft-vision train --config CONFIG run.init_from=runs/from_deit
 
 SOURCE is a timm model name, whose weights are downloaded; a file: DeiT's own .pth, a .safetensors, a checkpoint of
 train.imagenet; the folder of a run; or an exported folder. The model must have its width and depth. Patch embedding,

@@ -1,14 +1,15 @@
 """Write an image data set to FFCV files, which the trainer reads faster than folders.
 
 python -m tools.write_ffcv --data IMAGENET --out IMAGENET_FFCV --max-resolution 500 --raw-share 0.5
-python -m train.imagenet --config ... data.dir=IMAGENET_FFCV
+aft-vision train --config ... data.dir=IMAGENET_FFCV
 
 Each split becomes OUT/SPLIT.beton, with its class names in OUT/SPLIT.json. DATA is a folder or tar file with
 train/CLASS and val/CLASS; with --name, a data set of torchvision or Hugging Face by timm's name. Needs FFCV:
 apt-get install libopencv-dev libturbojpeg0-dev pkg-config, then pip install 'aft-vision[ffcv]'.
 
 Images are encoded again as JPEG, so they differ slightly from their source. --max-resolution is the longest side:
-ImageNet's images at 500 have a shorter side of about 375 pixels, enough for crops at 224.
+ImageNet's images at 500 have a shorter side of about 375 pixels, enough for crops at 224. Images that cannot be decoded
+are named, counted and left out.
 """
 
 import argparse
@@ -37,7 +38,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--target-key', help='column of the class')
     parser.add_argument('--num-classes', type=parse_positive, help='number of classes, if a named data set lacks it')
     parser.add_argument('--download', action='store_true', help='download a named data set if it is missing')
-    parser.add_argument('--skip-corrupt', action='store_true', help='leave out images that cannot be decoded')
     add_decoding(parser)
     add_overwrite(parser)
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
@@ -52,9 +52,10 @@ if __name__ == '__main__':
     parse_args()
 
 from aft_vision.commandline import run_command
+from aft_vision.cores import count_cores
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split
+from aft_vision.data.images import describe_skipped
 from aft_vision.data.layout import MissingSplitError
-from tools.machine import count_cores
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -64,7 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         ValueError: a split or an option is not valid, train and val have different classes, or a written file
             differs from its source.
         FileExistsError: a file exists and --overwrite is not given.
-        CorruptImageError: an image cannot be decoded.
     """
     args = parse_args(argv)
     # Imported here, so that --help works without FFCV.
@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     workers = count_cores() if args.workers is None else args.workers
     for path, split in splits.items():
         images = write_beton(split, path, options, workers, progress=not args.quiet)
-        print(f'{path}: {images} images, {path.stat().st_size / 2**20:.1f} MiB')
+        left_out = describe_skipped(len(split.dataset) - images)
+        size = f'{path.stat().st_size / 2**20:.1f} MiB'
+        print(f'{path}: {images} images, {size}{f"; {left_out}" if left_out else ""}')
 
 
 def open_split(args: argparse.Namespace, name: str) -> Split:
@@ -102,7 +104,7 @@ def open_split(args: argparse.Namespace, name: str) -> Split:
             target_key=args.target_key,
             max_image_pixels=decoding(args).max_pixels,
             bits=args.bits,
-            on_corrupt_image='skip' if args.skip_corrupt else 'raise',
+            on_corrupt_image='skip',
         )
         return open_eval_split(source)
     except MissingSplitError as error:

@@ -1,1 +1,1 @@
-"""Training commands, run from the repository root: `python -m train.imagenet`."""
+"""Training commands, `python -m train.imagenet` in a checkout, `aft-vision train` anywhere."""

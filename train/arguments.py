@@ -1,6 +1,7 @@
 """The command lines of the trainers; it imports nothing that takes seconds."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def parse_args(
         evaluates: Whether the trainer has --eval.
     """
     parser = CommandParser(description)
-    parser.add_argument('--config', type=Path, help='the YAML experiment')
+    parser.add_argument('--config', type=Path, help='the YAML experiment, or the name of one of the package')
     if evaluates:
         parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
     parser.add_argument('--keys', action='store_true', help='print every key of an experiment and exit')
@@ -26,4 +27,7 @@ def parse_args(
     args = parser.parse_intermixed_args(argv)
     if args.config is None and not args.keys:
         parser.error(f'expected an experiment, got none; try --config {example}')
+    if args.imports:
+        # The run remembers them.
+        args.overrides.append(f'run.imports={json.dumps(args.imports)}')
     return args

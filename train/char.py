@@ -3,10 +3,10 @@
 python -m train.char --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.char --config FILE [section.key=value ...]
 
-FILE is a YAML experiment such as configs/char/aft_local_32_l24_d256.yaml; `section.key=value` changes one value of it,
-for example `data.file=/data/enwik8.zip run.dir=runs/first run.max_seconds=600`. data.file is enwik8, text8 (with
-data.vocabulary=text8) or any other file, plain, .zip or .xz; nothing is downloaded. The first 90M, 5M and 5M bytes, or
-90 %, 5 % and 5 % of a shorter file, are for training, validation and test.
+FILE is a YAML experiment, or the name of one of the package such as char/aft_local_32_l24_d256; `section.key=value`
+changes one value of it, for example `data.file=/data/enwik8.zip run.dir=runs/first run.max_seconds=600`. data.file is
+enwik8, text8 (with data.vocabulary=text8) or any other file, plain, .zip or .xz; nothing is downloaded. The first 90M,
+5M and 5M bytes, or 90 %, 5 % and 5 % of a shorter file, are for training, validation and test.
 
 A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv and steps.csv,
 curves.png, result.json, tensorboard/, best.pth and last.pth. run.resume=auto continues an interrupted run or starts a
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from train.arguments import parse_args
 
-EXAMPLE = 'configs/smoke/char.yaml'
+EXAMPLE = 'smoke/char'
 
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)

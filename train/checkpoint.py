@@ -26,8 +26,8 @@ from train.state import TrainState
 
 LOCK = '.lock'
 MAX_KEPT = 100
-# Files of a run besides its checkpoints and summary.csv, and the table of tools.eval_resolution about it.
-RESULTS = ('curves.png', 'result.json', 'steps.csv', 'eval_resolution.json', 'eval_resolution.png')
+# Files of a run besides its checkpoints and summary.csv, and those of tools.eval_resolution and tools.report about it.
+RESULTS = ('curves.png', 'result.json', 'steps.csv', 'eval_resolution.json', 'eval_resolution.png', 'report.html')
 # Keys of `run` that affect updates, and keys of other sections that do not.
 RUN_KEYS = ('seed', 'amp')
 LOADING_KEYS = ('data.num_workers', 'data.eval_batch_size', 'data.download')
@@ -80,13 +80,25 @@ class Saver:
         if state.world.is_primary and before.exists():
             os.replace(before, self.folder / LAST)
 
-    def save_best(self, state: TrainState, weights: dict[str, torch.Tensor], averaged: bool) -> None:
-        """Write the best weights so far, without the training state."""
+    def save_best(
+        self,
+        state: TrainState,
+        weights: dict[str, torch.Tensor],
+        averaged: bool,
+        by_class: torch.Tensor | None = None,
+    ) -> None:
+        """Write the best weights so far, without the training state.
+
+        Args:
+            by_class: Validation images and right predictions by class, as a ClassEvaluator counts them.
+        """
         if not state.world.is_primary:
             return
         reached = state.progress
         progress = {'epoch': reached.epoch, 'updates': reached.updates, state.best_key: reached.best}
         content = {**self.description, **progress, 'state_dict': weights, 'averaged': averaged}
+        if by_class is not None:
+            content['by_class'] = by_class.cpu()
         save_checkpoint(content, self.folder / BEST)
 
 

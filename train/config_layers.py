@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import re
 import typing
@@ -14,21 +15,45 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from aft_vision.errors import first_line
+from aft_vision.plugins import import_plugins
 from train.values import Argument, convert_value, read_yaml
 
 # The source of a layer and its content; later layers win.
 Layer = tuple[str, Mapping[str, Any]]
 COMMAND_LINE = 'command line'
+# In a checkout and in a wheel they are next to the trainers.
+CONFIGS = Path(__file__).resolve().parents[1] / 'configs'
 YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 
 
 def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
-    """Read a file and its bases, the deepest first, and then the overrides; `convert_layers` gives their values a type.
+    """Read a file and its bases, the deepest first, and then the overrides, and import the modules that they name.
+
+    `convert_layers` gives the values a type. The value of `run.imports` has those of the layers before it too.
+
+    Args:
+        path: A file, or the name of one of the package, such as `finetune` or `imagenet/deit_300e`.
 
     Raises:
         ValueError: a file cannot be read, or an override is malformed.
     """
-    return [*_read_chain(Path(path)), *map(_read_override, overrides)]
+    return _import_modules([*_read_chain(find_config(path)), *map(_read_override, overrides)])
+
+
+def _import_modules(layers: Sequence[Layer]) -> list[Layer]:
+    found: list[Layer] = []
+    names: list[str] = []
+    for source, layer in layers:
+        run: Any = layer.get('run')
+        stated = run.get('imports') if isinstance(run, Mapping) else None
+        given = convert_value(stated, list[str], 'run.imports')
+        # Anything else than a list of texts is an error of the merging.
+        if isinstance(given, list) and all(isinstance(each, str) for each in given):
+            names = list(dict.fromkeys([*names, *given]))
+            layer = {**layer, 'run': {**run, 'imports': names}}
+        found.append((source, layer))
+    import_plugins(names)
+    return found
 
 
 def convert_layers(layers: Sequence[Layer], schema: type, arguments: type | None) -> list[Layer]:
@@ -143,11 +168,28 @@ def keys_of(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
             yield f'{prefix}{key}'
 
 
+def find_config(path: str | Path) -> Path:
+    """Return a file, or the one of the package that a name stands for.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    for found in (Path(path), CONFIGS / f'{path}.yaml'):
+        if found.is_file():
+            return found
+    missing = 'is a folder' if Path(path).is_dir() else 'does not exist'
+    names = {each.relative_to(CONFIGS).with_suffix('').as_posix() for each in CONFIGS.rglob('*.yaml')}
+    short = {name.rpartition('/')[2]: name for name in names}
+    wanted = str(path).removesuffix('.yaml').removeprefix('configs/')
+    near = difflib.get_close_matches(wanted, [*names, *short], n=1)
+    meant = f'; did you mean {short.get(near[0], near[0])}?' if near else ''
+    raise ValueError(
+        f'expected a YAML file, or the name of a config of the package, got {path}, which {missing}{meant}'
+    )
+
+
 def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
-    """Read the file and all its bases, the deepest first."""
-    if not path.is_file():
-        missing = 'is a folder' if path.is_dir() else 'does not exist'
-        raise ValueError(f'expected a YAML file, got {path}, which {missing}')
+    """Read the file and all its bases, the deepest first: files, relative to it, or names of the package."""
     if path.resolve() in above:
         raise ValueError(f'expected base files that end, got {path}, which builds on itself')
     try:
@@ -158,10 +200,14 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
         found = content and ('a list' if isinstance(content, list) else content)
         raise ValueError(f'expected valid YAML in {path}, with sections of keys, got {found or "an empty file"}')
     base = convert_value(content.pop('base', None), str | None)
-    if not isinstance(base, str | None) or (base is not None and not (path.parent / base).exists()):
-        missing = ', which does not exist' if isinstance(base, str) else ''
-        raise ValueError(f'expected base in {path} to be the name of a file, got {base}{missing}')
-    below = _read_chain(path.parent / base, (*above, path.resolve())) if base is not None else []
+    if base is None:
+        return [(str(path), content)]
+    if not isinstance(base, str):
+        raise ValueError(f'expected base in {path} to be the name of a file, got {base}')
+    beside, packaged = path.parent / base, CONFIGS / f'{base}.yaml'
+    if not beside.exists() and not packaged.is_file():
+        raise ValueError(f'expected base in {path} to be the name of a file, got {base}, which does not exist')
+    below = _read_chain(beside if beside.exists() else packaged, (*above, path.resolve()))
     return [*below, (str(path), content)]
 
 

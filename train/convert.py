@@ -2,8 +2,8 @@
 
 python -m train.convert --config FILE [section.key=value ...]
 
-FILE is a YAML experiment such as configs/small/imagenette_convert.yaml: one of train.imagenet with the section
-`convert`. `distill.teacher` is the ViT; `model` is the AFT model, of its width and at most its depth.
+FILE is a YAML experiment, or the name of one of the package such as small/imagenette_convert: one of train.imagenet
+with the section `convert`. `distill.teacher` is the ViT; `model` is the AFT model, of its width and at most its depth.
 
 copy      the weights that have the same role in both, as by tools.transfer_deit
 blocks    each block learns the output of the teacher's block, on the teacher's input to that block, without labels
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from train.arguments import parse_args
 
-EXAMPLE = 'configs/smoke/convert.yaml'
+EXAMPLE = 'smoke/convert'
 
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE, evaluates=False)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from timm.utils.distributed import is_distributed_env, reduce_tensor, world_info_from_env
 
 from aft_vision.commandline import ERROR_DELAY
+from aft_vision.cores import limit_threads
 from aft_vision.data import Shard
 from aft_vision.devices import resolve_device
 
@@ -91,22 +92,27 @@ if dist.is_available():
 
 
 @contextlib.contextmanager
-def join_world(device: str, cpu_threads: int | None, timeout_minutes: float) -> Iterator[World]:
+def join_world(
+    device: str, cpu_threads: int | None, timeout_minutes: float, evaluates: bool = False
+) -> Iterator[World]:
     """Set the number of threads, join the process group of the environment, and leave it at the end.
 
     Each of several processes uses the device of its local rank.
 
     Args:
         device, cpu_threads, timeout_minutes: As in the section `run` of an experiment.
+        evaluates: Choose the threads by the cores that are free now, as nothing is trained.
 
     Raises:
         ValueError: the device does not exist.
         ConnectionError: the processes do not find each other, or one has ended or has not answered for
             `run.timeout_minutes`. With NCCL its watchdog may end this process instead, after that time at most.
     """
+    world = _find_world(resolve_device(device))
     if cpu_threads is not None:
         torch.set_num_threads(cpu_threads)
-    world = _find_world(resolve_device(device))
+    elif world.size == 1 and world.device.type == 'cpu':
+        limit_threads(by_load=evaluates)
     with _process_group(world, timeout_minutes) if world.size > 1 else contextlib.nullcontext():
         yield world
 

@@ -2,13 +2,16 @@
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from timm.utils import distribute_bn
 from torch import nn
 from tqdm import tqdm
@@ -18,6 +21,7 @@ from aft_vision.devices import peak_memory_mb
 from aft_vision.evaluate import evaluate_all
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError, write_diagnosis
+from train.distributed import World
 from train.log import RunLog
 from train.objective import Batch
 from train.signals import catch_signals, stop_run
@@ -107,6 +111,7 @@ def train_one_epoch(
     progress: bool = True,
     after_update: Callable[[], None] = lambda: None,
     folder: Path = Path(),
+    before_error: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Train for one epoch, for the rest of an interrupted one, or until the budget of the run is used up.
 
@@ -114,6 +119,7 @@ def train_one_epoch(
         loader: The batches of the remaining updates of the epoch.
         after_update: Called after every update, also one that is skipped.
         folder: Folder of the run, for a diagnosis of each update whose loss is not finite.
+        before_error: Called before the error of a batch that a process cannot read, in all processes.
 
     Returns:
         `loss` (mean), `lr` (of the last update), `images_per_second` (including loading; or the unit of the objective),
@@ -128,7 +134,8 @@ def train_one_epoch(
     reached = state.progress
     state.model.train()
     # A restored epoch may be trained and not evaluated.
-    batches = iter(loader if reached.updates_of_epoch < reached.updates_per_epoch else ())
+    unread = loader if reached.updates_of_epoch < reached.updates_per_epoch else ()
+    batches = _read_together(unread, state.world, before_error)
     bar = _progress_bar(state, progress)
     for _ in bar:
         if state.budget_exhausted():
@@ -156,6 +163,31 @@ def train_one_epoch(
     if not reached.epoch_done:
         raise ValueError('expected an update with a finite loss in the epoch, got none')
     return _epoch_metrics(state)
+
+
+def _read_together(loader: Iterable[Batch], world: World, before_error: Callable[[], None]) -> Iterator[Batch]:
+    """Yield the batches of each process until one of them cannot read its next batch, which ends all.
+
+    Raises:
+        DistNetworkError: another process cannot read its batch.
+    """
+    batches, failed, batch = iter(loader), None, None
+    # Torch raises the end of a loading process wherever this one is, also within an update; the loader itself finds it
+    # within 5 s when it needs the next batch.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:
+            failed = error
+        if world.any(failed is not None):
+            before_error()
+            # A launcher may kill all processes when one has ended.
+            world.wait()
+            raise failed or dist.DistNetworkError('another process cannot read its training data')
+        if batch is None:
+            return
+        yield batch
 
 
 def _keep_statistics(state: TrainState) -> Callable[[], None]:
@@ -187,10 +219,10 @@ def _epoch_metrics(state: TrainState) -> dict[str, float]:
 def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True) -> TrainState:
     """Train to the last epoch; write the log, `last.pth` after each epoch and `best.pth` after the best.
 
-    `last.pth` is written before each evaluation too, and when the first process cannot read a training image, so that
-    neither loses an update. A restored state continues where it was saved, except for streamed data sets, which can
-    only be read from the start of an epoch. On Ctrl-C, SIGTERM and SIGUSR1 the update or the evaluation is finished and
-    the state saved; a second Ctrl-C ends the run immediately.
+    `last.pth` is written before each evaluation too, and when a process cannot read its training data, so that neither
+    loses an update. A restored state continues where it was saved, except for streamed data sets, which can only be
+    read from the start of an epoch. On Ctrl-C, SIGTERM and SIGUSR1 the update or the evaluation is finished and the
+    state saved; a second Ctrl-C ends the run immediately.
 
     Raises:
         SystemExit: one of these signals was received; the code is 128 plus its number.
@@ -212,15 +244,11 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
                     reached.restart_epoch()
                     state.set_rate()
                 loaders.set_epoch(epoch, reached.updates_of_epoch)
-            try:
-                trained = train_one_epoch(state, loaders.train, log, progress, after_update, saver.folder)
-            except (ValueError, OSError):
-                if reached.epoch_done:
-                    saver.save_last(state)
-                raise
+            trained = train_one_epoch(
+                state, loaders.train, log, progress, after_update, saver.folder, partial(_save_unsaved, state, saver)
+            )
             # The evaluation may fail: at a damaged image, for lack of memory, at a limit of time.
-            if saver.saved_updates != reached.updates:
-                saver.save_last(state)
+            _save_unsaved(state, saver)
             spent = state.budget_exhausted()
             if reached.updates_of_epoch == reached.updates_per_epoch:
                 reached.epoch = epoch + 1
@@ -228,13 +256,13 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
                 state.set_rate()
             due = spent or reached.epoch % loop.eval_every == 0 or reached.epoch == loop.epochs
             try:
-                evaluated = _evaluate(state, loaders.validation if due else None)
+                evaluated, evaluators = _evaluate(state, loaders.validation if due else None)
             except FloatingPointError:
                 saver.withdraw_last(state)
                 raise
             row = {f'train_{name}': value for name, value in trained.items()}
             reached.history.append({'epoch': epoch, **row, **{f'eval_{k}': v for k, v in evaluated.items()}})
-            _keep_best(state, evaluated, saver)
+            _keep_best(state, evaluated, evaluators, saver)
             saver.save_last(state)
             log.log_epoch(epoch, state.progress.updates, trained, evaluated)
             if state.world.is_primary:
@@ -242,6 +270,12 @@ def fit(state: TrainState, loaders: Loaders, saver: Saver, progress: bool = True
             # It may have come during the evaluation.
             stop_if_asked()
     return state
+
+
+def _save_unsaved(state: TrainState, saver: Saver) -> None:
+    """Write `last.pth` if there are updates of the epoch that no checkpoint has."""
+    if state.progress.epoch_done and state.progress.updates != saver.saved_updates:
+        saver.save_last(state)
 
 
 def is_complete(state: TrainState) -> bool:
@@ -279,14 +313,19 @@ def _until_signal(state: TrainState, saver: Saver) -> Iterator[tuple[Callable[[]
         yield after_update, lambda: stop(asked())
 
 
-def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
-    """Evaluate the weights and their average; without a loader return NaN."""
+def _evaluate(state: TrainState, loader: Any | None) -> tuple[dict[str, float], dict[str, Any]]:
+    """Evaluate the weights and their average; without a loader return NaN.
+
+    Returns:
+        The metrics, with the prefix `ema_` for the average, and by prefix the evaluators.
+    """
     models = {'': state.model}
     if state.averaged_model is not None:
         models['ema_'] = state.averaged_model
     names, world = state.objective.metrics, state.world
+    evaluators = {prefix: state.objective.create_evaluator(state.task) for prefix in models}
     if loader is None:
-        return {prefix + name: math.nan for prefix in models for name in names}
+        return {prefix + name: math.nan for prefix in models for name in names}, evaluators
     if world.is_distributed:
         # Each process has the statistics of its own batches; saved are those of the first one.
         for model in models.values():
@@ -294,7 +333,7 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
     options: dict[str, Any] = {
         'amp_dtype': state.amp_dtype,
         'distributed': world.is_distributed,
-        'evaluator': state.task.create_evaluator,
+        'evaluator': iter(evaluators.values()).__next__,
     }
     metrics = evaluate_all(list(models.values()), loader, world.device, **options)
     found = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
@@ -303,10 +342,10 @@ def _evaluate(state: TrainState, loader: Any | None) -> dict[str, float]:
             f'expected a finite validation loss, got {found["loss"]} after epoch {state.progress.epoch}; '
             f'the checkpoints are those before it, as far as run.keep goes back; {REMEDY}'
         )
-    return found
+    return found, evaluators
 
 
-def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> None:
+def _keep_best(state: TrainState, evaluated: dict[str, float], evaluators: dict[str, Any], saver: Saver) -> None:
     """Save the weights or their average if they are the best so far, of equal results those with the lower loss."""
     reached, is_better, name = state.progress, state.objective.is_better, state.objective.best
     value, loss = evaluated[name], evaluated['loss']
@@ -317,7 +356,8 @@ def _keep_best(state: TrainState, evaluated: dict[str, float], saver: Saver) -> 
     # NaN is never better, so an epoch without an evaluation is never the best.
     if is_better(value, reached.best, loss, reached.best_eval_loss):
         reached.best, reached.best_eval_loss = value, loss
-        saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None)
+        by_class = getattr(evaluators['' if averaged is None else 'ema_'], 'by_class', None)
+        saver.save_best(state, (averaged or state.model).state_dict(), averaged is not None, by_class)
 
 
 def _progress_bar(state: TrainState, progress: bool) -> tqdm:

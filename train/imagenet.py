@@ -3,9 +3,9 @@
 python -m train.imagenet --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.imagenet --config FILE [section.key=value ...]
 
-FILE is a YAML experiment such as configs/smoke/clothing_demo.yaml; `section.key=value` changes one value of it, for
-example `data.dir=/data/imagenet run.dir=runs/first optim.lr=1e-3`. data.dir is a folder or tar file with train/CLASS
-and val/CLASS; data.name is a data set of torchvision, Hugging Face or WebDataset by timm's name.
+FILE is a YAML experiment, or the name of one of the package such as finetune; `section.key=value` changes one value of
+it, for example `data.dir=/data/imagenet run.dir=runs/first optim.lr=1e-3`. data.dir is a folder or tar file with
+train/CLASS and val/CLASS; data.name is a data set of torchvision, Hugging Face or WebDataset by timm's name.
 
 A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv, curves.png,
 tensorboard/, best.pth, last.pth and export/, which `timm.create_model('local-dir:.../export', pretrained=True)` loads.
@@ -15,6 +15,7 @@ run.resume=auto continues an interrupted run or starts a new one.
 on the command line, else best.pth in the folder of the run, else those that the run would start from.
 """
 
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 from train.arguments import parse_args
 
-EXAMPLE = 'configs/smoke/clothing_demo.yaml'
+EXAMPLE = 'finetune'
 
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
@@ -30,8 +31,8 @@ if __name__ == '__main__':
 from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate
 from aft_vision.export import export_model
-from aft_vision.models.checkpoint import load_model
-from aft_vision.visualize import describe_targets, draw_history, save_figure
+from aft_vision.models.checkpoint import load_model, read_checkpoint
+from aft_vision.visualize import class_names, describe_targets, draw_history, save_figure
 from train.build import (
     build_evaluation,
     build_loaders,
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     run_dir = find_run_dir(config.run.dir, args.config)
     if not args.eval:
         check_run_dir(run_dir, config.run.resume, config.run.overwrite)
-    with join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world:
+    run = config.run
+    with join_world(run.device, run.cpu_threads, run.timeout_minutes, args.eval) as world:
         if args.eval:
             start_first = bool(command_line_text(args.overrides, 'run.init_from'))
             checkpoint = evaluated_checkpoint(config, run_dir, start_first)
@@ -146,11 +148,26 @@ def finish(run_dir: Path, state: TrainState, description: dict[str, Any]) -> Non
     export_model(model, run_dir / 'export', description['class_names'], description['data_config'])
     targets = describe_targets(state.record)
     save_figure(draw_history(state.progress.history, targets), run_dir / 'curves.png')
-    print(f'best top-1 {state.progress.best:.1f} %; in {run_dir}:')
+    by_class = read_checkpoint(run_dir / BEST).get('by_class')
+    worst = '' if by_class is None else describe_worst(class_names(model), by_class[:, :2].tolist())
+    print(f'best top-1 {state.progress.best:.1f} %{worst}\nin {run_dir}:')
     print('  best.pth, last.pth  checkpoints    export/     the best weights for timm.create_model')
     print('  summary.csv         every epoch    curves.png  the metrics as plots')
     print('  config.yaml         to repeat the run', end='')
     print('    tensorboard/  for tensorboard --logdir' if state.loop.tensorboard else '')
+    print(f'aft-vision report --checkpoint {shlex.quote(str(run_dir))} shows what it confuses')
+
+
+def describe_worst(names: Sequence[str], by_class: Sequence[Sequence[int]], most: int = 3) -> str:
+    """Return the classes of the lowest accuracy, as the end of a line; '' for a single class.
+
+    Args:
+        by_class: Images and right predictions of each class; a class without images is left out.
+        most: Number of classes that are named.
+    """
+    found = [(right / images, -images, name) for name, (images, right) in zip(names, by_class, strict=True) if images]
+    worst = [f'{name} {100 * share:.1f} % of {-images}' for share, images, name in sorted(found)[:most]]
+    return f'; worst classes: {", ".join(worst)}' if len(found) > 1 else ''
 
 
 if __name__ == '__main__':

@@ -18,6 +18,7 @@ from torch import nn
 
 from aft_vision.commandline import print_once
 from aft_vision.data.ranges import Range, check_range
+from aft_vision.errors import IMPORT_HINT
 from aft_vision.layers.mixers import CAUSAL_MIXERS, MIXERS, AFTMixer, mixer_arguments
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.decoder import AFTDecoder
@@ -77,12 +78,12 @@ def check_model(model: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ValueError(f'expected model.name, the name of a registered model, got {name!r}')
     if not timm.is_model(name):
-        raise ValueError(unknown('model.name', name, timm.list_models(), 'a registered model'))
+        raise ValueError(f'{unknown("model.name", name, timm.list_models(), "a registered model")}; {IMPORT_HINT}')
     _check_reserved(kwargs, RESERVED_MODEL_KEYS)
     _overlay(kwargs)
     schema = family_schema(name)
     if schema is not None:
-        return {'name': name, **check_arguments(kwargs, schema)}
+        return {'name': name, **check_arguments(kwargs, schema, MIXERS)}
     check_numbers(kwargs)
     if kwargs.keys() - WEIGHT_KEYS:
         try:
@@ -101,10 +102,12 @@ def check_decoder(model: Mapping[str, Any]) -> dict[str, Any]:
     if name not in DECODERS:
         raise ValueError(unknown('model.name', name, DECODERS, 'a pixel or character model'))
     _check_reserved(kwargs, RESERVED_DECODER_KEYS)
-    return {'name': name, **check_arguments(kwargs, decoder_schema())}
+    return {'name': name, **check_arguments(kwargs, decoder_schema(), CAUSAL_MIXERS)}
 
 
-def check_arguments(kwargs: Mapping[str, Any], schema: type) -> dict[str, Any]:
+def check_arguments(
+    kwargs: Mapping[str, Any], schema: type, mixers: Mapping[str, type[AFTMixer]] = MIXERS
+) -> dict[str, Any]:
     """Return the keyword arguments of a model in the types of a dataclass's fields.
 
     As in `timm.create_model`, None stands for the default, so it is left out where the model cannot have it.
@@ -112,7 +115,13 @@ def check_arguments(kwargs: Mapping[str, Any], schema: type) -> dict[str, Any]:
     Raises:
         ValueError: one is unknown, or of the wrong type or range.
     """
-    checked = merge_checked(schema, [kwargs], prefix='model.')
+    try:
+        checked = merge_checked(schema, [kwargs], prefix='model.')
+    except ValueError as error:
+        # The arguments of a mixer that is not registered are unknown.
+        if isinstance(kwargs.get('mixer'), str) and kwargs['mixer'] not in mixers:
+            raise ValueError(f'{error}; model.mixer = {kwargs["mixer"]!r} is not registered: {IMPORT_HINT}') from error
+        raise
     content = typing.cast(dict[str, Any], OmegaConf.to_container(checked))
     check_numbers({key: content[key] for key in kwargs})
     nullable = {each.name for each in dataclasses.fields(schema) if each.metadata['nullable']}

@@ -3,10 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from timm.task import TrainingTask
 
 from aft_vision.data import Inputs, NativeShape
+from aft_vision.evaluate import ClassEvaluator
 
 # Inputs, and targets.
 Batch = tuple[Inputs, torch.Tensor]
@@ -56,6 +59,10 @@ class Objective(ABC):
         """
         return {}
 
+    def create_evaluator(self, task: TrainingTask) -> Any:
+        """Build the evaluator of one model's outputs, with the interface of timm's evaluators."""
+        return task.create_evaluator()
+
     @abstractmethod
     def describe(self, row: Mapping[str, float]) -> str:
         """Return the part of an epoch's line about its evaluation; '' if there was none."""
@@ -82,8 +89,11 @@ class Classification(Objective):
     best = 'top1'
 
     def __init__(self, size: tuple[int, int] | NativeShape, num_classes: int) -> None:
-        self.size = size
+        self.size, self.num_classes = size, num_classes
         self.metrics = ('loss', 'top1', 'top5') if num_classes > 5 else ('loss', 'top1')
+
+    def create_evaluator(self, task: TrainingTask) -> ClassEvaluator:
+        return ClassEvaluator(task.device, self.num_classes)
 
     def describe(self, row: Mapping[str, float]) -> str:
         line = ''

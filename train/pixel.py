@@ -3,9 +3,9 @@
 python -m train.pixel --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.pixel --config FILE [section.key=value ...]
 
-FILE is a YAML experiment such as configs/pixel/aft_local_256_l24_d256.yaml; `section.key=value` changes one value, for
-example `data.dir=/data/cifar10 run.dir=runs/first run.max_seconds=600`. data.dir is a folder with cifar-10-batches-py
-(torchvision's), or an .npz with x_train and x_test; nothing is downloaded.
+FILE is a YAML experiment, or the name of one of the package such as pixel/aft_local_256_l24_d256; `section.key=value`
+changes one value, for example `data.dir=/data/cifar10 run.dir=runs/first run.max_seconds=600`. data.dir is a folder
+with cifar-10-batches-py (torchvision's), or an .npz with x_train and x_test; nothing is downloaded.
 
 A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv and steps.csv,
 curves.png, result.json, tensorboard/, best.pth and last.pth, which tools.sample_pixels loads.
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from train.arguments import parse_args
 
-EXAMPLE = 'configs/smoke/pixel.yaml'
+EXAMPLE = 'smoke/pixel'
 
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)

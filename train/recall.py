@@ -3,10 +3,10 @@
 python -m train.recall --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.recall --config FILE [section.key=value ...]
 
-FILE is a YAML experiment such as configs/small/recall.yaml; `section.key=value` changes one value of it, for example
-`data.pairs=8 data.context=32 optim.lr=1e-3 run.dir=runs/first`. The sequences are generated: data.pairs keys with their
-values, then each key again, whose value is to be predicted; data.context has at least four tokens for each pair. Loss
-and accuracy are those of these answers.
+FILE is a YAML experiment, or the name of one of the package such as small/recall; `section.key=value` changes one value
+of it, for example `data.pairs=8 data.context=32 optim.lr=1e-3 run.dir=runs/first`. The sequences are generated:
+data.pairs keys with their values, then each key again, whose value is to be predicted; data.context has at least four
+tokens for each pair. Loss and accuracy are those of these answers.
 
 A run writes into its folder config.yaml (the resolved experiment, which reproduces the run), summary.csv and steps.csv,
 curves.png, result.json, tensorboard/, best.pth and last.pth. It ends after schedule.max_updates, or once data.goal is
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 from train.arguments import parse_args
 
-EXAMPLE = 'configs/small/recall.yaml'
+EXAMPLE = 'small/recall'
 
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)

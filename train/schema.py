@@ -282,13 +282,15 @@ class RunConfig:
             run.
         keep: Number of latest checkpoints to keep.
         save_minutes: Time between checkpoints within an epoch; None saves only after each epoch.
+        imports: Modules or Python files to import first, such as one with a mixer of yours: those of the file, its base
+            and the command line, where `--import` adds to them.
         skip_nonfinite: Number of updates to skip whose loss or gradient is not finite; one more ends the run.
         init_from: A checkpoint or exported folder with initial weights; None for the model's own.
         reset_head: Start with a new classifier instead of the one of `init_from` or `model.pretrained`.
         seed: Seed of the weights, of the order of the images and of all randomness in training; in [0, 2**32).
         device: `auto` uses CUDA if available.
         cpu_threads: Threads of the model on a CPU; leave cores for the loading processes. None keeps torch's default,
-            one per core.
+            one per core, or per core of the limit of a container; evaluation leaves out the cores of other processes.
         amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
         grad_checkpointing: Recompute the activations of each block in the backward pass, to save memory.
         compile: Compile the model with torch.compile for training, once for each of `data.train_sizes`, of which there
@@ -307,6 +309,7 @@ class RunConfig:
     resume: str | None = None
     keep: int = within('[1, 100]', 2, 'checkpoints')
     save_minutes: float | None = within('(0, inf)', None, 'minutes')
+    imports: list[str] = field(default_factory=list)
     skip_nonfinite: int = within('[0, inf)', 0, 'updates')
     init_from: str | None = None
     reset_head: bool = False

@@ -230,7 +230,8 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
     run_dir = find_run_dir(config.run.dir, args.config, Path('runs') / data_type.name)
     if not args.eval:
         check_run_dir(run_dir, config.run.resume, config.run.overwrite)
-    with join_world(config.run.device, config.run.cpu_threads, config.run.timeout_minutes) as world:
+    run = config.run
+    with join_world(run.device, run.cpu_threads, run.timeout_minutes, args.eval) as world:
         data = data_type(config, world)
         if data.note and world.is_primary:
             print(data.note)

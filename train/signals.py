@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from aft_vision.commandline import process_number, program_name
+from aft_vision.commandline import process_number
 from aft_vision.data.imagenet import STOP_SIGNALS
+from train.command_line import program_name
 
 
 @contextlib.contextmanager
@@ -57,5 +58,6 @@ def resume_command(config: Path) -> str:
     words = ['python', sys.argv[0]] if name is None else name.split()
     if 'TORCHELASTIC_RUN_ID' in os.environ:
         several = ['--nnodes', os.environ['GROUP_WORLD_SIZE']] if os.environ['GROUP_WORLD_SIZE'] != '1' else []
-        words = ['torchrun', *several, '--nproc-per-node', os.environ['LOCAL_WORLD_SIZE'], *words[1:]]
+        program = words[1:] if words[0] == 'python' else ['--no-python', *words]
+        words = ['torchrun', *several, '--nproc-per-node', os.environ['LOCAL_WORLD_SIZE'], *program]
     return shlex.join([*words, '--config', str(config), 'run.resume=auto'])

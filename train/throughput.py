@@ -22,7 +22,9 @@ from train.command_line import CommandParser
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandParser(__doc__)
-    parser.add_argument('--config', type=Path, required=True, help='the YAML experiment')
+    parser.add_argument(
+        '--config', type=Path, required=True, help='the YAML experiment, or the name of one of the package'
+    )
     parser.add_argument('--rounds', type=int, default=20, help='batches and updates that are timed (default: 20)')
     parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
     return parser.parse_intermixed_args(argv)

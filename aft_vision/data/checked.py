@@ -20,7 +20,7 @@ from aft_vision.data.images import LOSSES, CorruptImageError, Decoding, Transfor
 
 # If more images than this are skipped in a row, the data set is broken, not an image.
 MAX_SKIPPED_IN_A_ROW = 50
-REMEDY = 'data.on_corrupt_image=skip, or --skip-corrupt of a tool, leaves such images out'
+REMEDY = 'data.on_corrupt_image=skip leaves such images out'
 
 _logger = logging.getLogger(__name__)
 
@@ -193,14 +193,19 @@ class TorchvisionDataset(CheckedDataset):
         return len(self.dataset)
 
     def _read(self, index: int) -> tuple[Any, int]:
-        return self.dataset[index]
+        try:
+            image, target = self.dataset[index]
+            if isinstance(image, Image.Image):
+                # Some data sets only open the file.
+                image.load()
+        except (OSError, SyntaxError) as error:
+            raise CorruptImageError(
+                f'expected an image that can be decoded, got {self.name_of(index)}: {error}'
+            ) from error
+        return image, target
 
     def name_of(self, index: int) -> str:
         return f'image {index}'
-
-    def name_once(self, flag: int, error: CorruptImageError) -> None:
-        # Such data sets cannot skip images.
-        raise error
 
 
 class CheckedSubset(CheckedDataset):

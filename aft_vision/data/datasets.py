@@ -42,6 +42,8 @@ from aft_vision.data.layout import (
     TRAIN_SPLITS,
     MissingSplitError,
     advise_flat,
+    check_no_classes,
+    check_no_classes_in_tar,
     check_no_splits,
     check_sorted,
     class_folder,
@@ -50,7 +52,6 @@ from aft_vision.data.layout import (
     find_split_places,
     find_top,
     missing_split,
-    report_unread,
     unwrap,
 )
 from aft_vision.data.ranges import check_ranges, within
@@ -58,7 +59,6 @@ from aft_vision.data.sampling import DIVISION, derive_seed
 from aft_vision.data.shards import StrictTarInfo, WebDataset, open_shards
 
 NAMED = ('torch/', 'hfds/', 'wds/')
-CAN_SKIP = ('hfds/', 'wds/')
 # The evaluation split that is all of a data set without splits.
 WHOLE = '.'
 TORCH_SPLITS = ('train', 'training', 'val', 'valid', 'validation', 'eval', 'evaluation', 'test')
@@ -96,8 +96,7 @@ class Source:
             decoded at a half, a fourth or an eighth of its sides, which takes less time; any other image is an error.
         bits: Bits of the pixels that images of 16 bits use, such as 12 of many microscopes and scanners.
         on_corrupt_image: `raise` ends the run at an image that cannot be decoded, and at a shard of `wds/` that cannot
-            be read; `skip` warns of each once. Training then takes the next one, and evaluation leaves it out. Of named
-            data sets only `hfds/` and `wds/` can skip.
+            be read; `skip` warns of each once. Training then takes the next one, and evaluation leaves it out.
     """
 
     dir: str = ''
@@ -121,10 +120,6 @@ class Source:
             raise ValueError(f"on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
         if self.name.lower().startswith('torch/') and not self.dir:
             raise ValueError(f'expected the folder of {self.name}, got none')
-        if self.name and not self.name.lower().startswith(CAN_SKIP) and self.on_corrupt_image == 'skip':
-            raise ValueError(
-                f'only a folder, a tar file, {", ".join(CAN_SKIP)} can skip corrupt images, got {self.name}'
-            )
         for key in ('input_key', 'target_key', 'download'):
             if getattr(self, key) and not self.name:
                 raise ValueError(
@@ -193,14 +188,19 @@ def open_train_split(source: Source, batch_size: int | None = None, seed: int = 
     return split
 
 
-def open_eval_split(source: Source, batch_size: int | None = None) -> Split:
-    """Open the evaluation split, with the arguments and errors of `open_train_split`."""
-    if source.val_share is None:
+def open_eval_split(source: Source, batch_size: int | None = None, training: bool = False) -> Split:
+    """Open the evaluation split, with the arguments and errors of `open_train_split`.
+
+    Args:
+        training: Open the training images as an evaluation reads them: each once, in the order of their files.
+    """
+    if source.val_share is None and not training:
         wanted = EVAL_SPLITS if source.eval_split is None else (source.eval_split,)
-        split = _open(source, wanted, seed=0, is_training=False)
     else:
-        whole = _open(source, (source.train_split,), seed=0, is_training=False)
-        split = _hold_out(whole, source, source.val_share, held_out=True)
+        wanted = (source.train_split,)
+    split = _open(source, wanted, seed=0, is_training=False)
+    if source.val_share is not None:
+        split = _hold_out(split, source, source.val_share, held_out=not training)
     if source.on_corrupt_image == 'skip':
         split.dataset.skip_corrupt('none')
     return split
@@ -268,8 +268,8 @@ def _open_any(source: Source, wanted: Sequence[str], seed: int, is_training: boo
         raise ValueError(f'expected a folder or tar file of class folders without splits, got {root}')
     else:
         place = find_split(root, names, SUFFIXES)
-        if is_training and source.val_share is not None:
-            report_unread(place)
+        if is_whole and names == TRAIN_SPLITS and not any(find_present(root, name, SUFFIXES) for name in EVAL_SPLITS):
+            check_no_classes(place)
         split = OPENERS[place.suffix if place.is_file() else ''](place, source.num_classes)
     _check_count(source.num_classes, split.class_names, place)
     return split
@@ -314,6 +314,9 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     tops = {find_top(places.values())} if undivided else find_split_places(places.values(), wanted or ())
     if not tops:
         raise missing_split(f'folder {" or ".join(wanted or ())} of class folders', path, wanted or (), places.values())
+    is_default = whole is not None and wanted == TRAIN_SPLITS and not undivided
+    if is_default and not find_split_places(places.values(), EVAL_SPLITS):
+        check_no_classes_in_tar(path, tops, places.values())
     tops = {
         unwrap(
             top,

@@ -181,18 +181,20 @@ def create_eval_loader(
     shard: Shard | None = None,
     num_workers: int = 4,
     device: torch.device | str = 'cpu',
+    training: bool = False,
 ) -> tuple[Any, list[str]]:
     """Build only the validation loader, with the arguments and errors of `create_loaders`.
 
     Args:
         preprocessing: Preprocessing of the images; (H, W) means that of ImageNet models at this size.
+        training: Read the training images in the same way, without augmentation, to compute their features.
 
     Returns:
         The loader, with every image of this process once in file order, and the class names by index.
     """
     shard = shard or Shard()
     source = _divided(as_source(source), shard)
-    split = open_eval_split(source)
+    split = open_eval_split(source, training=training)
     if shard.rank == 0:
         _warn(source, split)
     if not isinstance(preprocessing, Preprocessing):

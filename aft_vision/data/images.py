@@ -1,5 +1,6 @@
 """Finding and reading of image files, for the whole project."""
 
+import io
 import logging
 import os
 import re
@@ -80,7 +81,7 @@ class FoundImages(NamedTuple):
 
 
 def open_image(
-    file: str | Path | IO[bytes],
+    file: str | Path | bytes | IO[bytes],
     name: str | None = None,
     decoding: Decoding | None = None,
     report: Callable[[str, str], None] | None = None,
@@ -88,6 +89,7 @@ def open_image(
     """Read the first frame of an image as RGB, rotated by its EXIF orientation, 16 bits scaled to 8.
 
     Args:
+        file: A path, the content of a file, or a stream of it.
         name: Its name in errors; its path by default.
         decoding: Options; None for the default ones.
         report: Takes one of LOSSES and a message if something is lost; None logs the first of each in this process.
@@ -96,7 +98,8 @@ def open_image(
         LargeImageError: it has more pixels than allowed.
         CorruptImageError: it cannot be decoded, or has pixels of more than 16 bits.
     """
-    shown, decoding = str(name or file), decoding or Decoding()
+    shown, decoding = name or _describe_file(file), decoding or Decoding()
+    file = io.BytesIO(file) if isinstance(file, bytes | bytearray | memoryview) else file
     try:
         with _open_any_size(file) as image:
             _limit_pixels(image, shown, decoding.max_pixels)
@@ -114,6 +117,16 @@ def open_image(
             f'expected an image that can be decoded, got {shown}: {_reason(error, shown)}'
         ) from error
     return pixels if turn is None else pixels.transpose(turn)
+
+
+def _describe_file(file: str | Path | bytes | IO[bytes]) -> str:
+    if isinstance(file, str | os.PathLike):
+        return str(file)
+    if isinstance(file, bytes | bytearray | memoryview):
+        return f'{len(file)} bytes'
+    # That of an open file is its path; a temporary file may have a number.
+    named = getattr(file, 'name', None)
+    return named if isinstance(named, str) else 'a stream'
 
 
 def _report(loss: str, message: str) -> None:
@@ -275,6 +288,12 @@ def _walk(folder: str, above: frozenset[str]) -> Iterator[os.DirEntry[str]]:
 
 def _enters(entry: os.DirEntry[str], above: frozenset[str]) -> bool:
     return entry.is_dir() and os.path.realpath(entry.path) not in above
+
+
+def describe_skipped(count: int) -> str:
+    """Return how many images are left out, as a sentence; '' for none."""
+    named = '1 image that cannot be decoded is' if count == 1 else f'{count} images that cannot be decoded are'
+    return f'{named} left out' if count else ''
 
 
 def describe_ignored(ignored: Mapping[str, int]) -> str:

@@ -18,8 +18,9 @@ SIMILAR = {
     'train_split': re.compile(r'(?<![a-z])train(ing)?(?![a-z])'),
     'eval_split': re.compile(r'(?<![a-z])(val(id(ation)?)?|eval(uation)?|test(ing)?)(?![a-z])'),
 }
-PREPARATION = 'tools.prepare_imagenet makes the class folders of ImageNet from its archives or a flat val'
+PREPARATION = 'aft-vision prepare-imagenet makes the class folders of ImageNet from its archives or a flat val'
 ANNOTATIONS = 'val_annotations.txt'
+AS_CLASSES = 'if all are classes, move them into a new folder train'
 # Names that a message lists.
 MAX_LISTED = 10
 
@@ -72,7 +73,8 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
     parents = [root / name / each for name in found for each in _folders(root / name)]
     files = [root / name / 'a class' for name in found if Path(name).suffix in suffixes[1:]]
     places = [PurePosixPath(path).relative_to(root) for path in (*parents, *files)]
-    raise missing_split(f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, places, found)
+    classes = [name for name in found if _has_images(root / name)]
+    raise missing_split(f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, places, found, classes)
 
 
 def find_present(root: Path, name: str, suffixes: Sequence[str]) -> list[Path]:
@@ -95,15 +97,41 @@ def _is_class(folder: Path) -> bool:
 
 def _others(split: Path) -> list[Path]:
     """Return the folders next to a split that do not have the name of one."""
-    names = set(_folders(split.parent)) - {split.name}
-    return [split.with_name(name) for name in sorted(names) if name.lower() not in {*TRAIN_SPLITS, *EVAL_SPLITS}]
+    return [split.with_name(name) for name in sorted(_without_splits(_folders(split.parent)))]
 
 
-def report_unread(split: Path) -> None:
-    """Log the folders next to the only split that may be classes: it may be one itself, with the name of a split."""
-    unread = [folder.name for folder in _others(split) if _folders(folder) or _is_flat(folder)]
-    if unread:
-        _logger.warning('%s is read, and not %s next to it', split, list_names(unread, MAX_LISTED))
+def _without_splits(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.lower() not in {*TRAIN_SPLITS, *EVAL_SPLITS}}
+
+
+def check_no_classes(split: Path) -> None:
+    """Raise a ValueError if folders next to the only split may be classes: it may be one itself, with such a name."""
+    others = [folder.name for folder in _others(split) if _has_images(folder)]
+    _refuse_classes(split, others, f'data.dir={split}, or --data {split} of a tool, reads its folders as the classes')
+
+
+def check_no_classes_in_tar(path: Path, splits: Iterable[PurePosixPath], places: Collection[PurePosixPath]) -> None:
+    """Raise a ValueError as `check_no_classes`, for folders of a tar file.
+
+    Args:
+        places: The folders with images.
+    """
+    for split in splits:
+        next_to = [place for place in places if split.parent in place.parents]
+        others = _without_splits(place.relative_to(split.parent).parts[0] for place in next_to)
+        _refuse_classes(f'{split} in {path}', sorted(others), 'a tar file of it alone has its folders as the classes')
+
+
+def _refuse_classes(split: Path | str, others: Sequence[str], remedy: str) -> None:
+    if others:
+        raise ValueError(
+            f'expected one folder per class, or a split of class folders, got {split} with folders, and next to it '
+            f'{list_names(others, MAX_LISTED)}; {AS_CLASSES}, else {remedy}'
+        )
+
+
+def _has_images(folder: Path) -> bool:
+    return bool(_folders(folder)) or _is_flat(folder)
 
 
 def _is_flat(folder: Path) -> bool:
@@ -126,8 +154,9 @@ def missing_split(
     expected: str,
     root: Path,
     wanted: Sequence[str],
-    places: Iterable[PurePosixPath],
+    places: Collection[PurePosixPath],
     found: Sequence[str] | None = None,
+    classes: Iterable[str] | None = None,
 ) -> ValueError:
     """Return the error of a missing split; a MissingSplitError unless one of another name was asked for.
 
@@ -135,15 +164,24 @@ def missing_split(
         expected: The split that is missing.
         places: Folders that may be classes.
         found: Names of the files in `root`; those of the folders with classes by default.
+        classes: Names of the folders in `root` with images or folders; the outermost of `places` by default.
     """
     names = sorted({place.parent.name for place in places if place.parent.name})
-    classes = [name for name in wanted if any(each.lower() == name for each in found or ())]
-    note = f'; {classes[0]} there has images and no folders, so it is a class' if classes else ''
+    flat = [name for name in wanted if any(each.lower() == name for each in found or ())]
+    note = f'; {flat[0]} there has images and no folders, so it is a class' if flat else ''
     listed = list_names(names if found is None else found, MAX_LISTED) or 'none'
     message = f'expected a {expected} in {root}, got only {listed}{note}'
     if tuple(wanted) not in (EVAL_SPLITS, TRAIN_SPLITS):
         return ValueError(message)
-    return MissingSplitError(message, _remedies(names))
+    remedies = _remedies(names)
+    tops = {place.parts[0] for place in places if place.parts} if classes is None else {*classes}
+    splits = tops & {*names} - _without_splits(names)
+    # A class may have the name of a split, and folders.
+    if splits and _without_splits(tops) and remedies.keys() <= {'val_share'}:
+        message += f'; {AS_CLASSES}'
+        if remedies:
+            remedies = {'dir': root / min(splits), **remedies} if root.is_dir() else {}
+    return MissingSplitError(message, remedies)
 
 
 def _remedies(names: Sequence[str]) -> dict[str, Any]:
@@ -239,8 +277,8 @@ def check_sorted(folder: Path, class_folders: Sequence[str]) -> None:
     """Raise a ValueError for the validation images of Tiny-ImageNet as published, which are not in class folders."""
     if (folder / ANNOTATIONS).is_file() and len(class_folders) == 1:
         raise ValueError(
-            f'expected one folder per class in {folder}, got the images of Tiny-ImageNet without one; python -m '
-            f'tools.prepare_imagenet --solution {folder / ANNOTATIONS} --out {folder.parent} makes them'
+            f'expected one folder per class in {folder}, got the images of Tiny-ImageNet without one; '
+            f'aft-vision prepare-imagenet --solution {folder / ANNOTATIONS} --out {folder.parent} makes them'
         )
 
 

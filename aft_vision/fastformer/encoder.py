@@ -9,6 +9,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 
+from aft_vision.errors import IMPORT_HINT
+
 from .additive import FastformerAttention
 from .config import FastformerConfig
 
@@ -35,7 +37,9 @@ def create_encoder(config: FastformerConfig) -> nn.Module:
         ValueError: the name is unknown.
     """
     if config.encoder_mixer not in ENCODERS:
-        raise ValueError(f'encoder_mixer must be one of {sorted(ENCODERS)}, got {config.encoder_mixer!r}')
+        raise ValueError(
+            f'encoder_mixer must be one of {sorted(ENCODERS)}, got {config.encoder_mixer!r}; {IMPORT_HINT}'
+        )
     return ENCODERS[config.encoder_mixer](config)
 
 

@@ -18,6 +18,7 @@ from timm.layers import is_exportable, register_notrace_function, to_2tuple, tru
 from torch import Tensor, nn
 
 from aft_vision import ops
+from aft_vision.errors import IMPORT_HINT
 from aft_vision.layers.frozen import LOWERINGS, FrozenAxial, FrozenConv, FrozenFull, FrozenMatmul, tokens_to_maps
 from aft_vision.layers.fused import fuse_linear
 from aft_vision.layers.position_bias import (
@@ -726,7 +727,7 @@ def find_mixer(name: str, mixers: Mapping[str, type[AFTMixer]] = MIXERS) -> type
         ValueError: the name is unknown.
     """
     if name not in mixers:
-        raise ValueError(f'mixer must be one of {", ".join(mixers)}, got {name!r}')
+        raise ValueError(f'mixer must be one of {", ".join(mixers)}, got {name!r}; {IMPORT_HINT}')
     return mixers[name]
 
 

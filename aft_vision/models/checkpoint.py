@@ -115,7 +115,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         found = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
         raise ForeignFileError(
             f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}; '
-            'python -m tools.transfer_deit converts the weights of a DeiT or ViT'
+            'aft-vision transfer-deit converts the weights of a DeiT or ViT'
         )
     return content
 

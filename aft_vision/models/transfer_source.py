@@ -14,7 +14,7 @@ from timm.layers import to_2tuple
 from timm.models import beit, vision_transformer, vision_transformer_relpos
 from torch import Tensor, nn
 
-from aft_vision.errors import first_line, shorten
+from aft_vision.errors import IMPORT_HINT, first_line, shorten
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.models.deit_transfer import unwrap_state_dict
 from aft_vision.models.weight_files import check_checksum, load_torch_file
@@ -115,6 +115,7 @@ def build_model(name: str, **kwargs: Any) -> nn.Module:
         # torch suggests to execute the file's code.
         if 'weights_only' in reason or 'weights only' in reason.lower():
             reason = 'its file of weights is damaged or holds more than tensors'
+        reason += f'; {IMPORT_HINT}' if reason.startswith('Unknown model') else ''
         raise ValueError(f'expected a model that can be built, got {name} with {given}: {reason}') from error
     if not kwargs.get('pretrained') or overlay.get('file') or overlay.get('state_dict'):
         set_license(model, overlay.get('license'))

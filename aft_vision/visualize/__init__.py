@@ -16,7 +16,7 @@ from aft_vision.visualize.biases import (
     draw_position_biases,
     position_biases,
 )
-from aft_vision.visualize.capture import MixerInputs, capture_mixers
+from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_token_grid
 from aft_vision.visualize.figure import DPI, evenly_spaced, figure_png, literal, new_figure, save_figure
 from aft_vision.visualize.history import (
     describe_targets,
@@ -31,6 +31,7 @@ from aft_vision.visualize.photographs import (
     SkippedImages,
     find_photographs,
     find_readable,
+    list_photographs,
     load_batches,
     load_image,
     load_photograph,

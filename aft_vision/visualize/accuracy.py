@@ -1,19 +1,22 @@
-"""Accuracy on labelled photographs: by class, and some right and wrong answers."""
+"""Accuracy on labelled photographs: by class, confusions, and some right and wrong answers."""
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from aft_vision.data.class_names import class_labels, match_classes
-from aft_vision.visualize.figure import evenly_spaced, literal, new_figure
+from aft_vision.data.images import Decoding
+from aft_vision.visualize.figure import literal, new_figure
 from aft_vision.visualize.photographs import SkippedImages, load_batches, load_photograph
 
+# Classes of a picture.
 MAX_CLASSES = 40
-# With fewer images the interval of 95 % is wider than 40 points, and equal classes look very different.
-MIN_IMAGES = 20
 # The quantile of a two-sided interval of 95 %.
 NORMAL = 1.96
 
@@ -24,17 +27,37 @@ class LabelledPrediction(NamedTuple):
     Attributes:
         truth, prediction: Indices of classes.
         probability: Share that the model gives its prediction, in [0, 1].
+        truth_probability: Share that it gives the truth, in [0, 1].
     """
 
     path: Path
     truth: int
     prediction: int
     probability: float
+    truth_probability: float
 
     @property
     def is_right(self) -> bool:
         """Return whether the prediction is the truth."""
         return self.truth == self.prediction
+
+
+def label_photographs(model: Any, paths: Sequence[Path], folder: Path | None = None) -> list[int | None]:
+    """Return the class of each photograph, after which a folder is named, or None: the outermost one below `folder`.
+
+    Args:
+        folder: A folder of all of them, which may itself be named after a class; None for the parent of each.
+    """
+    labels, found = class_labels(model), list[int | None]([None] * len(paths))
+    folders = [
+        (*path.relative_to(folder or path.parent).parts[:-1], (folder or path.parent).resolve().name) for path in paths
+    ]
+    # Folders of one level together, because the number of names tells equal words of two classes apart.
+    for level in zip_longest(*folders):
+        names = sorted({name for name, place in zip(level, found, strict=True) if name and place is None})
+        places = dict(zip(names, match_classes(labels, names), strict=True))
+        found = [places.get(name) if place is None else place for name, place in zip(level, found, strict=True)]
+    return found
 
 
 @torch.no_grad()
@@ -43,25 +66,32 @@ def predict_labelled(
     paths: Sequence[Path],
     size: tuple[int, int] | None = None,
     skipped: SkippedImages | None = None,
+    folder: Path | None = None,
+    decoding: Decoding | None = None,
 ) -> list[LabelledPrediction]:
     """Classify photographs whose folders are named after classes of the model, and leave out the others.
 
     Args:
         size: (H, W) in pixels that the model sees; None is its own.
         skipped: Receives images that cannot be decoded; None makes them errors.
+        folder: As in `label_photographs`.
+        decoding: Options of reading the files; None for the default ones.
     """
-    names = sorted({path.parent.name for path in paths})
-    places = zip(names, match_classes(class_labels(model), names), strict=True)
-    index = {name: place for name, place in places if place is not None}
-    labelled = [path for path in paths if path.parent.name in index]
-    logits = [model(batch) for batch in load_batches(labelled, model, size, skipped)]
+    truths = {
+        path: truth
+        for path, truth in zip(paths, label_photographs(model, paths, folder), strict=True)
+        if truth is not None
+    }
+    labelled = list(truths)
+    logits = [model(batch) for batch in load_batches(labelled, model, size, skipped, decoding)]
     if not logits:
         return []
-    probability, prediction = torch.cat(logits).float().softmax(1).max(1)
+    shares = torch.cat(logits).float().softmax(1).cpu()
     labelled = labelled if skipped is None else skipped.kept(labelled)
-    truths = [index[path.parent.name] for path in labelled]
-    found = zip(labelled, truths, prediction.tolist(), probability.tolist(), strict=True)
-    return [LabelledPrediction(*each) for each in found]
+    classes = torch.tensor([truths[path] for path in labelled])
+    (probability, prediction), of_truth = shares.max(1), shares.gather(1, classes[:, None])[:, 0]
+    columns = (classes, prediction, probability, of_truth)
+    return [LabelledPrediction(*each) for each in zip(labelled, *(column.tolist() for column in columns), strict=True)]
 
 
 def interval(right: int, count: int) -> tuple[float, float]:
@@ -72,26 +102,45 @@ def interval(right: int, count: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def by_class(answers: Sequence[LabelledPrediction], names: Sequence[str]) -> dict[str, list[LabelledPrediction]]:
-    """Return photographs by the name of their class, the most accurate class last.
-
-    Classes of fewer than MIN_IMAGES are left out. Of more than MAX_CLASSES, those at both ends are returned.
-    """
-    groups: dict[str, list[LabelledPrediction]] = {}
+def by_class(answers: Sequence[LabelledPrediction]) -> dict[int, list[LabelledPrediction]]:
+    """Return photographs by their class, the least accurate first, and classes of more photographs nearer to an end."""
+    groups: dict[int, list[LabelledPrediction]] = {}
     for each in answers:
-        groups.setdefault(names[each.truth], []).append(each)
-    groups = {name: group for name, group in groups.items() if len(group) >= MIN_IMAGES}
-    order = sorted(groups, key=lambda name: (_share(groups[name]), name))
-    if len(order) > MAX_CLASSES:
-        order = order[: MAX_CLASSES // 2] + order[-MAX_CLASSES // 2 :]
-    return {name: groups[name] for name in order}
+        groups.setdefault(each.truth, []).append(each)
+
+    def rank(truth: int) -> tuple[float, float, int]:
+        group = groups[truth]
+        return share_right(group), sum(interval(sum(each.is_right for each in group), len(group))), truth
+
+    return {truth: groups[truth] for truth in sorted(groups, key=rank)}
 
 
-def draw_classes(groups: dict[str, list[LabelledPrediction]], label: str, total: float) -> Any:
-    """Draw the accuracy of classes as points with intervals of 95 %, and that of all as a line.
+def class_rows(groups: Mapping[int, Sequence[LabelledPrediction]], names: Sequence[str]) -> list[list[str]]:
+    """Return a row of text for each class: name, images, accuracy, its interval, precision and commonest confusion.
 
     Args:
         groups: From `by_class`.
+    """
+    predicted = Counter(each.prediction for group in groups.values() for each in group)
+    rows = []
+    for truth, group in groups.items():
+        right = sum(each.is_right for each in group)
+        low, high = interval(right, len(group))
+        wrong = Counter(names[each.prediction] for each in group if not each.is_right)
+        confused = ', '.join(f'{name} ({count})' for name, count in wrong.most_common(1))
+        precision = f'{100 * right / predicted[truth]:.1f}%' if predicted[truth] else 'never predicted'
+        cells = (str(len(group)), f'{100 * right / len(group):.1f}%', f'{100 * low:.1f} to {100 * high:.1f}%')
+        rows.append([names[truth], *cells, precision, confused])
+    return rows
+
+
+def draw_classes(
+    groups: Mapping[int, Sequence[LabelledPrediction]], names: Sequence[str], label: str, total: float
+) -> Any:
+    """Draw the accuracy of classes as points with intervals of 95 %, and that of all as a line.
+
+    Args:
+        groups: From `by_class`, the first at the top.
         label: Of the axis.
         total: Accuracy of all photographs, in [0, 1].
 
@@ -103,50 +152,89 @@ def draw_classes(groups: dict[str, list[LabelledPrediction]], label: str, total:
     for place, group in enumerate(groups.values()):
         low, high = interval(sum(each.is_right for each in group), len(group))
         axes.plot([100 * low, 100 * high], [place, place], color='C0', linewidth=1.5)
-        axes.plot(100 * _share(group), place, 'o', color='C0')
+        axes.plot(100 * share_right(group), place, 'o', color='C0')
     axes.axvline(100 * total, color='0.5', linestyle=':', label=f'all: {100 * total:.1f}%')
-    axes.set_yticks(range(len(groups)), [literal(f'{name} ({len(group)})') for name, group in groups.items()])
-    axes.set(xlim=(0, 100), ylim=(-0.6, len(groups) - 0.4), xlabel='top-1 (%), interval of 95 %', ylabel=label)
+    labels = [literal(f'{names[truth]} ({len(group)})') for truth, group in groups.items()]
+    axes.set_yticks(range(len(groups)), labels)
+    axes.set(xlim=(-1, 101), ylim=(len(groups) - 0.4, -0.6), xlabel='top-1 (%), interval of 95 %', ylabel=label)
     axes.grid(axis='x', alpha=0.3)
     axes.legend(loc='lower right', bbox_to_anchor=(1, 1), fontsize='small', frameon=False)
     return figure
 
 
-def draw_examples(
-    answers: Sequence[LabelledPrediction],
-    names: Sequence[str],
-    model: Any,
-    columns: int = 6,
-    size: tuple[int, int] | None = None,
-) -> Any:
-    """Draw photographs with their class above and the prediction below, a row of right ones and a row of wrong ones.
+def confused_classes(answers: Sequence[LabelledPrediction], at_most: int = MAX_CLASSES) -> list[int]:
+    """Return the classes of photographs and predictions in their order; of many, those that are most often confused."""
+    wrong = Counter((each.truth, each.prediction) for each in answers if not each.is_right)
+    confused = [place for pair, _ in wrong.most_common() for place in pair]
+    return sorted([*dict.fromkeys([*confused, *(each.truth for each in answers)])][:at_most])
+
+
+def draw_confusions(answers: Sequence[LabelledPrediction], names: Sequence[str], classes: Sequence[int]) -> Any:
+    """Draw the confusion matrix: photographs of each class by prediction, in colours of their share in the class.
 
     Args:
-        answers: At least one photograph.
-        columns: Photographs of a row, evenly spaced.
-        size: As in `predict_labelled`.
+        classes: Classes of the rows and columns; all others are left out.
 
     Returns:
         A matplotlib Figure.
     """
-    rows = []
-    for is_right in (True, False):
-        group = [each for each in answers if each.is_right == is_right]
-        if group:
-            rows.append([group[place] for place in evenly_spaced(len(group), columns)])
+    counts, images = Counter((each.truth, each.prediction) for each in answers), Counter(each.truth for each in answers)
+    shares = torch.tensor([[counts[t, p] / max(images[t], 1) for p in classes] for t in classes])
+    # With space for the names.
+    side = 2.2 + 0.36 * len(classes)
+    figure = new_figure(side, side)
+    axes = figure.subplots()
+    axes.imshow(shares.numpy(), cmap='Blues', vmin=0, vmax=1)
+    for row, truth in enumerate(classes):
+        for column, prediction in enumerate(classes):
+            if count := counts[truth, prediction]:
+                color = 'white' if shares[row, column] > 0.5 else 'black'
+                axes.text(column, row, str(count), ha='center', va='center', color=color, fontsize=8)
+    labels = [literal(textwrap.shorten(names[place], 30, placeholder='…')) for place in classes]
+    axes.set_xticks(range(len(classes)), labels, rotation=90, fontsize=9)
+    axes.set_yticks(range(len(classes)), labels, fontsize=9)
+    axes.set(xlabel='prediction', ylabel='class')
+    # Frames of the cells.
+    axes.set_xticks([place + 0.5 for place in range(len(classes) - 1)], minor=True)
+    axes.set_yticks([place + 0.5 for place in range(len(classes) - 1)], minor=True)
+    axes.grid(which='minor', color='0.9')
+    axes.tick_params(which='minor', length=0)
+    return figure
+
+
+def draw_examples(
+    rows: Sequence[Sequence[LabelledPrediction]],
+    names: Sequence[str],
+    model: Any,
+    columns: int = 6,
+    size: tuple[int, int] | None = None,
+    decoding: Decoding | None = None,
+) -> Any:
+    """Draw rows of photographs with their class above and the prediction below, green if right and red if wrong.
+
+    Args:
+        rows: At least one photograph in each.
+        columns: Photographs of a row, at most.
+        size, decoding: As in `predict_labelled`.
+
+    Returns:
+        A matplotlib Figure.
+    """
     figure = new_figure(1.8 * columns, 2.6 * len(rows))
     for row, panels in zip(rows, figure.subplots(len(rows), columns, squeeze=False), strict=True):
         for axes in panels:
             axes.set_axis_off()
-        color = 'C2' if row[0].is_right else 'C3'
         for axes, each in zip(panels, row, strict=False):
-            axes.imshow(load_photograph(each.path, model, size).pixels.numpy())
-            axes.set_title(f'truth: {names[each.truth]}', fontsize=9, parse_math=False)
-            words = f'prediction ({100 * each.probability:.0f}%):\n{names[each.prediction]}'
-            style: dict[str, Any] = dict(ha='center', va='top', fontsize=9, color=color, parse_math=False)
+            axes.imshow(load_photograph(each.path, model, size, decoding).pixels.numpy())
+            style: dict[str, Any] = dict(fontsize=9, parse_math=False)
+            share = '' if each.is_right else f' ({100 * each.truth_probability:.0f}%)'
+            axes.set_title(textwrap.fill(f'truth{share}: {names[each.truth]}', 24), **style)
+            words = f'prediction ({100 * each.probability:.0f}%):\n{textwrap.fill(names[each.prediction], 24)}'
+            style |= dict(ha='center', va='top', color='C2' if each.is_right else 'C3')
             axes.text(0.5, -0.04, words, transform=axes.transAxes, **style)
     return figure
 
 
-def _share(group: Sequence[LabelledPrediction]) -> float:
+def share_right(group: Sequence[LabelledPrediction]) -> float:
+    """Return the share of right answers, in [0, 1]."""
     return sum(each.is_right for each in group) / len(group)

@@ -103,10 +103,15 @@ def token_grid(model: nn.Module, size: tuple[int, int]) -> tuple[int, int]:
     Raises:
         ValueError: the model has no single grid of tokens.
     """
-    patch_embed: Any = getattr(model, 'patch_embed', None)
-    if not hasattr(patch_embed, 'dynamic_feat_size'):
+    if not has_token_grid(model):
         raise ValueError(f"expected a model with timm's patch_embed, got {type(model).__name__}")
+    patch_embed: Any = model.patch_embed
     return patch_embed.dynamic_feat_size(size)
+
+
+def has_token_grid(model: nn.Module) -> bool:
+    """Return whether a model has a single grid of tokens."""
+    return hasattr(getattr(model, 'patch_embed', None), 'dynamic_feat_size')
 
 
 def mixer_layers(model: nn.Module) -> dict[AFTMixer, int]:

@@ -1,12 +1,13 @@
 """Photographs as input of a model and for pictures."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from PIL.Image import Image
@@ -15,7 +16,14 @@ from torch import Tensor, nn
 
 from aft_vision.data.augment import crop_thin_images
 from aft_vision.data.class_names import class_names
-from aft_vision.data.images import CorruptImageError, Decoding, describe_ignored, find_images, open_image
+from aft_vision.data.images import (
+    CorruptImageError,
+    Decoding,
+    describe_ignored,
+    describe_skipped,
+    find_images,
+    open_image,
+)
 from aft_vision.sizes import check_channels, default_size
 from aft_vision.visualize.figure import evenly_spaced
 
@@ -29,7 +37,7 @@ class Photograph(NamedTuple):
     """One image.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the file; an empty one of bytes, and of a stream without a name.
         images: (1, C, H, W), normalised, for the model.
         pixels: (H', W', 3) uint8, the same crop in higher resolution.
     """
@@ -61,21 +69,24 @@ class SkippedImages:
 
     def describe(self) -> str:
         """Return how many are left out, as a sentence; '' for none."""
-        count = len(self.paths)
-        named = '1 image that cannot be decoded is' if count == 1 else f'{count} images that cannot be decoded are'
-        return f'{named} left out' if count else ''
+        return describe_skipped(len(self.paths))
 
 
-def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
+def find_photographs(folder: str | Path | Sequence[Path], at_most: int) -> list[Path]:
     """Return up to `at_most` images below a folder, evenly spaced over the sorted paths, so that classes mix.
 
     Hidden files and files that are no images are counted in a warning, once for each folder.
+
+    Args:
+        folder: The folder, or the images themselves.
 
     Raises:
         ValueError: there are no images, or at_most is below 1.
     """
     if at_most < 1:
         raise ValueError(f'expected at least 1 image to take, got {at_most}')
+    if not isinstance(folder, str | Path):
+        return [folder[index] for index in evenly_spaced(len(folder), at_most)]
     is_folder = Path(folder).is_dir()
     files: list[Path] = []
     if is_folder:
@@ -88,7 +99,21 @@ def find_photographs(folder: str | Path, at_most: int) -> list[Path]:
     return [files[index] for index in evenly_spaced(len(files), at_most)]
 
 
-def find_readable(folder: str | Path, at_most: int, skipped: SkippedImages) -> list[Path]:
+def list_photographs(places: Sequence[Path]) -> list[Path]:
+    """Return image files, and all images below folders.
+
+    Raises:
+        ValueError: a file or folder does not exist, or a folder has no images.
+    """
+    missing = [str(path) for path in places if not path.exists()]
+    if missing:
+        raise ValueError(f'expected image files or folders, got {", ".join(missing)}, which do not exist')
+    return [file for path in places for file in (find_photographs(path, sys.maxsize) if path.is_dir() else [path])]
+
+
+def find_readable(
+    folder: str | Path | Sequence[Path], at_most: int, skipped: SkippedImages, decoding: Decoding | None = None
+) -> list[Path]:
     """Return photographs as `find_photographs`, with the next one in place of each that cannot be decoded.
 
     Raises:
@@ -102,14 +127,15 @@ def find_readable(folder: str | Path, at_most: int, skipped: SkippedImages) -> l
             if index in chosen or files[index] in skipped.paths:
                 continue
             try:
-                open_image(files[index])
+                open_image(files[index], decoding=decoding)
             except CorruptImageError as error:
                 skipped.add(files[index], error)
                 continue
             chosen.add(index)
             break
     if not chosen:
-        raise CorruptImageError(f'expected an image that can be decoded in {folder}, got none of {len(files)}')
+        place = folder if isinstance(folder, str | Path) else files[0].parent
+        raise CorruptImageError(f'expected an image that can be decoded in {place}, got none of {len(files)}')
     return [files[index] for index in sorted(chosen)]
 
 
@@ -120,31 +146,44 @@ def _warn(folder: str, ignored: str) -> None:
         _logger.warning('ignored in %s, because they are hidden or no images: %s', folder, ignored)
 
 
-def load_photograph(path: str | Path, model: nn.Module, size: Sequence[int] | None = None) -> Photograph:
+def load_photograph(
+    file: str | Path | bytes | IO[bytes],
+    model: nn.Module,
+    size: Sequence[int] | None = None,
+    decoding: Decoding | None = None,
+) -> Photograph:
     """Read an image as in evaluation: resized, cropped and normalised by the model's preprocessing.
 
     Args:
+        file: A path, the content of a file, or a stream of it, such as an upload.
         size: (H, W) in pixels; None means the model's size.
+        decoding: Options of reading the file; None for the default ones.
 
     Raises:
         CorruptImageError: the file cannot be decoded.
         ValueError: the model takes images of other than 1 or 3 channels.
     """
     check_channels(model, 1, 3)
-    image, config = open_image(path), resolve_input_data_config(model)
+    image, config = open_image(file, decoding=decoding), resolve_input_data_config(model)
     height, width = default_size(model) if size is None else size
     step = max(1, DISPLAY // max(height, width))
     shown = _crop(image, config, (height * step, width * step))
+    named = file if isinstance(file, str | os.PathLike) else getattr(file, 'name', None)
+    path = Path(named) if isinstance(named, str | os.PathLike) else Path()
     # Grey for a model of one channel.
-    return Photograph(Path(path), _normalise(image, config, (height, width)), shown.expand(3, -1, -1).permute(1, 2, 0))
+    return Photograph(path, _normalise(image, config, (height, width)), shown.expand(3, -1, -1).permute(1, 2, 0))
 
 
 def load_image(
-    path: str | Path, model: nn.Module, size: Sequence[int] | None = None, decoding: Decoding | None = None
+    file: str | Path | bytes | IO[bytes],
+    model: nn.Module,
+    size: Sequence[int] | None = None,
+    decoding: Decoding | None = None,
 ) -> Tensor:
     """Read an image only for the model: the `images` (1, C, H, W) of `load_photograph`, which takes longer.
 
     Args:
+        file: As in `load_photograph`.
         size: (H, W) in pixels; None means the model's evaluation size.
         decoding: Options of reading the file; None for the default ones.
 
@@ -153,7 +192,7 @@ def load_image(
     """
     check_channels(model, 1, 3)
     height, width = default_size(model) if size is None else size
-    return _normalise(open_image(path, decoding=decoding), resolve_input_data_config(model), (height, width))
+    return _normalise(open_image(file, decoding=decoding), resolve_input_data_config(model), (height, width))
 
 
 def _normalise(image: Image, config: dict[str, Any], size: tuple[int, int]) -> Tensor:
@@ -174,6 +213,7 @@ def load_batches(
     model: nn.Module,
     size: Sequence[int] | None = None,
     skipped: SkippedImages | None = None,
+    decoding: Decoding | None = None,
 ) -> Iterator[Tensor]:
     """Yield images (B, C, H, W) as by `load_image`, on the device of the model, BATCH at a time.
 
@@ -185,7 +225,7 @@ def load_batches(
         batch = []
         for path in paths[start : start + BATCH]:
             try:
-                batch.append(load_image(path, model, size))
+                batch.append(load_image(path, model, size, decoding))
             except CorruptImageError as error:
                 if skipped is None:
                     raise

@@ -1,25 +1,33 @@
-"""The sections of a report on a model: description, training, position biases, and predictions on photographs."""
+"""The sections of a report on a model: accuracy, training, photographs, and the mixers of an AFT model."""
 
+import io
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from PIL import Image
 from torch import Tensor, nn
 
-from aft_vision.data.class_names import class_labels, class_names, match_classes
+from aft_vision.data.class_names import class_names, list_names
+from aft_vision.data.images import Decoding
 from aft_vision.layers import aft_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
     MAX_CLASSES,
-    MIN_IMAGES,
+    LabelledPrediction,
     by_class,
+    class_rows,
+    confused_classes,
     draw_classes,
+    draw_confusions,
     draw_examples,
+    interval,
+    label_photographs,
     predict_labelled,
+    share_right,
 )
 from aft_vision.visualize.attention import (
     attention_heads,
@@ -28,12 +36,13 @@ from aft_vision.visualize.attention import (
     relative_attention,
 )
 from aft_vision.visualize.biases import bias_statistics, draw_position_biases
-from aft_vision.visualize.capture import capture_mixers, token_grid
+from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_token_grid, token_grid
 from aft_vision.visualize.figure import evenly_spaced, figure_png
 from aft_vision.visualize.history import draw_history
 from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import definitions, paragraph, picture, table
 from aft_vision.visualize.photographs import (
+    Photograph,
     SkippedImages,
     load_batches,
     load_photograph,
@@ -53,10 +62,13 @@ class Report:
     """The parts of a report.
 
     Args:
-        model: An AFT model in evaluation mode.
+        model: A classifier in evaluation mode. Only that of an AFT model with one grid of tokens has pictures of
+            position biases, keys and attention.
         photographs: Images to show with their keys, attention and predictions.
         averaged: Images for the average relative attention; if empty, it is left out.
         labelled: Images that accuracy is measured on; those whose folders are named after no class are left out.
+        folder: The folder of all images, as `label_photographs` takes it.
+        decoding: Options of reading the images; None for the default ones.
         size: (H, W) of the images in pixels; None means the model's size.
         before: The same model before some change, such as regularisation; its position biases are on the left.
         vit: A ViT whose attention is shown next to the model's.
@@ -72,6 +84,8 @@ class Report:
     photographs: Sequence[Path]
     averaged: Sequence[Path] = ()
     labelled: Sequence[Path] = ()
+    folder: Path | None = None
+    decoding: Decoding | None = None
     size: tuple[int, int] | None = None
     before: nn.Module | None = None
     vit: nn.Module | None = None
@@ -87,47 +101,59 @@ class Report:
         """Return the architecture of the model."""
         return _name(self.model)
 
+    @cached_property
+    def answers(self) -> list[LabelledPrediction]:
+        """Return the predictions on the labelled images."""
+        return predict_labelled(self.model, self.labelled, self.size, self.skipped, self.folder, self.decoding)
+
+    @property
+    def has_mixers(self) -> bool:
+        """Return whether the mixers of the model can be drawn."""
+        return bool(aft_mixers(self.model)) and has_token_grid(self.model)
+
 
 def report_sections(report: Report) -> list[Section]:
-    """Return the sections of a page; each is built when its function is called.
-
-    Raises:
-        ValueError: the model has no AFT mixer.
-    """
-    if not aft_mixers(report.model):
-        raise ValueError(f'expected an AFT model, got {type(report.model).__name__}, which has no AFT mixer')
-    sections = [Section('Model', partial(_model_section, report))]
+    """Return the sections of a page; each is built when its function is called."""
+    sections = []
+    if any(place is not None for place in label_photographs(report.model, report.labelled, report.folder)):
+        for title, build in (
+            ('Accuracy', _accuracy_section),
+            ('Confusions', _confusion_section),
+            ('Worst photographs', _worst_section),
+        ):
+            sections.append(Section(title, partial(_if_answered, build, report)))
     if report.history:
         sections.append(Section('Training', partial(_training_section, report)))
-    folders = sorted({path.parent.name for path in report.labelled})
-    if any(place is not None for place in match_classes(class_labels(report.model), folders)):
-        sections.append(Section('Accuracy', partial(_accuracy_section, report)))
-    if any(mixer.evaluated_bias() is not None for mixer in aft_mixers(report.model)):
-        sections.append(Section('Position biases', partial(_bias_section, report)))
-    if report.averaged:
-        sections.append(Section('Average relative attention', partial(_relative_section, report)))
+    sections.append(Section('Model', partial(_model_section, report)))
     for path in report.photographs:
-        title = f'{_truth(report.model, path) or path.parent.name}/{path.name}'
+        title = f'{_truth(report, path) or path.parent.name}/{path.name}'
         sections.append(Section(title, partial(_photograph_section, report, path)))
+    if report.has_mixers and any(mixer.evaluated_bias() is not None for mixer in aft_mixers(report.model)):
+        sections.append(Section('Position biases', partial(_bias_section, report)))
+    if report.has_mixers and report.averaged:
+        sections.append(Section('Average relative attention', partial(_relative_section, report)))
     return sections
 
 
 def model_facts(model: Any, size: tuple[int, int] | None = None) -> dict[str, str]:
-    """Describe an AFT model: its size, its mixer and its input of (H, W) pixels, by default its own size."""
+    """Describe a model: its size, its AFT mixers and its input of (H, W) pixels, by default its own size."""
     mixers = aft_mixers(model)
-    bias = mixers[0].evaluated_bias()
+    bias = mixers[0].evaluated_bias() if mixers else None
     height, width = size or default_size(model)
-    grid = token_grid(model, (height, width))
     facts = {
         'Architecture': _name(model),
         'Parameters': f'{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million',
-        'Mixer': type(mixers[0]).__name__.replace('AFT', 'AFT-').lower().replace('aft', 'AFT'),
-        'Layers': str(len(mixers)),
     }
+    if mixers:
+        facts['Mixer'] = type(mixers[0]).__name__.replace('AFT', 'AFT-').lower().replace('aft', 'AFT')
+        facts['Layers'] = str(len(mixers))
     if bias is not None and len(bias) > 1:
         facts['Kernel'] = f'{bias.shape[1]} \u00d7 {bias.shape[2]} tokens'
         facts['Heads'] = str(len(bias))
-    facts['Input'] = f'{height} \u00d7 {width} pixels, {grid[0]} \u00d7 {grid[1]} tokens'
+    facts['Input'] = f'{height} \u00d7 {width} pixels'
+    if has_token_grid(model):
+        rows, columns = token_grid(model, (height, width))
+        facts['Input'] += f', {rows} \u00d7 {columns} tokens'
     facts['Classes'] = str(model.num_classes)
     return facts
 
@@ -142,35 +168,91 @@ def _training_section(report: Report) -> str:
     return picture(figure_png(draw_history(report.history, report.targets)), alt)
 
 
+def _if_answered(build: Callable[[Report], str], report: Report) -> str:
+    """Build a section about the predictions, or say that no labelled image can be decoded."""
+    return build(report) if report.answers else paragraph(f'{report.skipped.describe()}.')
+
+
 def _accuracy_section(report: Report) -> str:
-    names = class_names(report.model)
-    answers = predict_labelled(report.model, report.labelled, report.size, report.skipped)
-    if not answers:
-        return paragraph(f'{report.skipped.describe()}.')
-    right = sum(each.is_right for each in answers)
-    share = right / len(answers)
-    error = math.sqrt(share * (1 - share) / len(answers))
+    names, answers = class_names(report.model), report.answers
+    share, classes = share_right(answers), by_class(answers)
+    low, high = interval(sum(each.is_right for each in answers), len(answers))
+    mean = sum(map(share_right, classes.values())) / len(classes)
     height, width = report.size or default_size(report.model)
-    classes = by_class(answers, names)
-    images = Counter(each.truth for each in answers)
-    count = sum(number >= MIN_IMAGES for number in images.values())
+    unseen = [name for place, name in enumerate(names) if place not in classes]
     parts = [
         paragraph(
-            f'Top-1 {100 * share:.1f}% with a standard error of {100 * error:.1f}, on {len(answers)} images whose '
-            f'folders are named after classes. The model sees all at {height} \u00d7 {width} pixels. '
-            'Points in the picture have intervals of 95 % (Wilson), and the number of images is in brackets. '
-            f'{len(images) - count} of {len(images)} classes, which have fewer than {MIN_IMAGES} images, are left out.'
+            f'Top-1 {100 * share:.1f}% ({100 * low:.1f} to {100 * high:.1f}%), the mean over classes '
+            f'{100 * mean:.1f}%, on {len(answers)} images whose folders are named after classes. The model sees all at '
+            f'{height} \u00d7 {width} pixels. Intervals are those of 95 % (Wilson).'
+            + (
+                f' {len(unseen)} of {len(names)} classes have no image here: {list_names(unseen, 10)}.'
+                if unseen
+                else ''
+            )
             + (f' {report.skipped.describe()}.' if report.skipped.paths else '')
         )
     ]
-    by = f'class: the {MAX_CLASSES} lowest and highest of {count}' if len(classes) == MAX_CLASSES < count else 'class'
     if len(classes) > 1:
-        alt = f'Top-1 by {by}, with intervals of 95 %: {len(classes)} classes'
-        parts.append(picture(figure_png(draw_classes(classes, by, share)), alt))
-    alt = f'Right predictions above, wrong ones below, with the class of each image, of {len(answers)} images'
-    caption = 'Evenly spaced over the right answers (above) and the wrong ones (below); percent is the probability.'
-    parts.append(picture(figure_png(draw_examples(answers, names, report.model, size=report.size)), alt, caption))
-    return ''.join(parts)
+        drawn, by = list(classes), 'class'
+        if len(drawn) > MAX_CLASSES:
+            drawn = drawn[: MAX_CLASSES // 2] + drawn[-MAX_CLASSES // 2 :]
+            by = f'class: the {MAX_CLASSES} lowest and highest of {len(classes)}'
+        figure = draw_classes({truth: classes[truth] for truth in drawn}, names, by, share)
+        alt = f'Top-1 by {by}, with intervals of 95 %: {len(drawn)} classes, with their images in brackets'
+        parts.append(picture(figure_png(figure), alt))
+    columns = ['class', 'images', 'top-1', 'interval', 'precision', 'mostly taken for']
+    caption = 'Lowest first. Precision is the share of right answers among all predictions of the class.'
+    return ''.join([*parts, table(caption, columns, class_rows(classes, names)), _examples(report)])
+
+
+def _examples(report: Report, columns: int = 6) -> str:
+    """Draw some right answers, and below them some wrong ones."""
+    rows = []
+    for is_right in (True, False):
+        group = [each for each in report.answers if each.is_right == is_right]
+        if group:
+            rows.append([group[place] for place in evenly_spaced(len(group), columns)])
+    alt = f'Right and wrong predictions, with the class of each image, of {len(report.answers)} images'
+    caption = 'Evenly spaced over the right answers (green) and the wrong ones (red); percent is the probability.'
+    return picture(_answers_png(report, rows), alt, caption)
+
+
+def _answers_png(report: Report, rows: Sequence[Sequence[LabelledPrediction]]) -> bytes:
+    names = class_names(report.model)
+    return figure_png(draw_examples(rows, names, report.model, size=report.size, decoding=report.decoding))
+
+
+def _confusion_section(report: Report) -> str:
+    answers = report.answers
+    drawn = confused_classes(answers)
+    count = len({place for each in answers for place in (each.truth, each.prediction)})
+    some = f' Of {count} classes the {len(drawn)} most often confused are drawn.' if len(drawn) < count else ''
+    alt = f'Confusion matrix of {len(drawn)} classes: images of each class by their prediction'
+    words = paragraph(
+        f'Images of the class of a row that are taken for that of a column; colours are shares of the row.{some}'
+    )
+    return words + picture(figure_png(draw_confusions(answers, class_names(report.model), drawn)), alt)
+
+
+def _worst_section(report: Report, count: int = 12, columns: int = 6) -> str:
+    names = class_names(report.model)
+    worst = sorted(report.answers, key=lambda each: each.truth_probability)[:count]
+    rows = [worst[start : start + columns] for start in range(0, len(worst), columns)]
+    words = paragraph(
+        'The images whose class the model gives the least probability: rare views, or folders and labels to check.'
+    )
+    alt = f'The {len(worst)} images with the largest loss, with their class and prediction'
+    cells = [
+        [
+            str(each.path.relative_to(report.folder) if report.folder else each.path),
+            f'{names[each.truth]} ({100 * each.truth_probability:.1f}%)',
+            f'{names[each.prediction]} ({100 * each.probability:.1f}%)',
+        ]
+        for each in worst
+    ]
+    listed = table('In the order of the pictures', ['image', 'class', 'prediction'], cells)
+    return words + picture(_answers_png(report, rows), alt) + listed
 
 
 def _decimals(value: float) -> str:
@@ -218,7 +300,7 @@ def _relative_section(report: Report) -> str:
             name = _name(model) if _name(model) not in maps else f'{_name(model)} (this one)'
             heads[name] = evenly_spaced(attention_heads(model), max(1, left if model is report.model else left // 2))
             maps[name] = relative_attention(
-                model, load_batches(report.averaged, model, size, report.skipped), heads[name]
+                model, load_batches(report.averaged, model, size, report.skipped, report.decoding), heads[name]
             )
             left -= len(heads[name])
     words = paragraph(
@@ -231,35 +313,45 @@ def _relative_section(report: Report) -> str:
 
 
 def _photograph_section(report: Report, path: Path) -> str:
-    photograph = load_photograph(path, report.model, report.size)
-    logits, layers = capture_mixers(report.model, photograph.images.to(next(report.model.parameters()).device))
+    photograph = load_photograph(path, report.model, report.size, report.decoding)
+    images, truth = photograph.images.to(next(report.model.parameters()).device), _truth(report, path)
+    if report.has_mixers:
+        logits, layers = capture_mixers(report.model, images)
+    else:
+        logits, layers = report.model(images), []
     top = predictions(report.model, logits)
+    answer = table(
+        f'Prediction, truth: {truth}' if truth else 'Prediction',
+        ['class', 'probability'],
+        [[name, f'{100 * chance:.1f}%'] for name, chance in top],
+    )
+    said = f'Class: {truth or "unknown"}, prediction: {top[0][0]}.'
+    return answer + _photograph_pictures(report, photograph, layers, said)
+
+
+def _photograph_pictures(report: Report, photograph: Photograph, layers: Sequence[MixerInputs], said: str) -> str:
+    """Draw the keys and the attention of a photograph; for a model without mixers the photograph."""
+    name = photograph.path.name
+    if not layers:
+        file = io.BytesIO()
+        Image.fromarray(photograph.pixels.numpy()).save(file, 'png')
+        return picture(file.getvalue(), f'{name}, as the model sees it', said)
     height, width = layers[0].grid
     query = report.query or (height // 2, width // 2)
+    place = f'row {query[0] + 1}, column {query[1] + 1}'
     keys = draw_key_maps(photograph, layers, max_heads=report.max_heads)
     weights = draw_attention(photograph, report.model, query, max_heads=report.max_heads)
-    place = f'row {query[0] + 1}, column {query[1] + 1}'
-    truth = _truth(report.model, path)
-    return (
-        table(
-            f'Prediction, truth: {truth}' if truth else 'Prediction',
-            ['class', 'probability'],
-            [[name, f'{100 * chance:.1f}%'] for name, chance in top],
-        )
-        + picture(figure_png(keys), f'{path.name}, and below it the keys of each layer and head drawn')
-        + picture(
-            figure_png(weights),
-            f'{path.name}, and below it the weights that the token at {place} gives the others, by layer and head',
-            f'The framed token is at {place} of {height} \u00d7 {width}. Class: {truth or "unknown"}, '
-            f'prediction: {top[0][0]}.',
-        )
+    return picture(figure_png(keys), f'{name}, and below it the keys of each layer and head drawn') + picture(
+        figure_png(weights),
+        f'{name}, and below it the weights that the token at {place} gives the others, by layer and head',
+        f'The framed token is at {place} of {height} \u00d7 {width}. {said}',
     )
 
 
-def _truth(model: nn.Module, path: Path) -> str | None:
-    """Return the name of the class that the folder of a photograph is named after, or None."""
-    (place,) = match_classes(class_labels(model), [path.parent.name])
-    return None if place is None else class_names(model)[place]
+def _truth(report: Report, path: Path) -> str | None:
+    """Return the name of the class that a folder of a photograph is named after, or None."""
+    (place,) = label_photographs(report.model, [path], report.folder)
+    return None if place is None else class_names(report.model)[place]
 
 
 def _name(model: Any) -> str:

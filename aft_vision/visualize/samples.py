@@ -9,7 +9,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.utils import make_grid
 
-from aft_vision.data.images import open_image
+from aft_vision.data.images import CorruptImageError, open_image
+from aft_vision.visualize.photographs import SkippedImages
 
 # Colours of missing pixels, and between images.
 HIDDEN, PAPER = 128, 255
@@ -59,20 +60,31 @@ def completion_sheet(
     return image_sheet(torch.cat(rows), columns=len(images), scale=scale)
 
 
-def load_pixels(paths: Sequence[str | Path], img_size: tuple[int, int]) -> Tensor:
+def load_pixels(paths: Sequence[str | Path], img_size: tuple[int, int], skipped: SkippedImages | None = None) -> Tensor:
     """Read image files as (N, 3, H, W) uint8, unchanged.
 
+    Args:
+        skipped: Receives files that cannot be decoded; None makes them errors.
+
     Raises:
-        CorruptImageError: a file is not an image.
+        CorruptImageError: a file is not an image, or none is.
         ValueError: an image has another size.
     """
     pixels = []
     for path in paths:
-        pixels.append(torch.from_numpy(np.array(open_image(path))))
+        try:
+            pixels.append(torch.from_numpy(np.array(open_image(path))))
+        except CorruptImageError as error:
+            if skipped is None:
+                raise
+            skipped.add(Path(path), error)
+            continue
         size = tuple(pixels[-1].shape[:2])
         if size != tuple(img_size):
             raise ValueError(
                 f'expected an image of {img_size[0]} x {img_size[1]} pixels (H x W), '
                 f'got {size[0]} x {size[1]} in {path}'
             )
+    if not pixels:
+        raise CorruptImageError(f'expected an image that can be decoded, got none of {len(paths)}')
     return torch.stack(pixels).permute(0, 3, 1, 2)

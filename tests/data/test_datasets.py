@@ -25,7 +25,7 @@ from aft_vision.data import (
     create_eval_loader,
     create_loaders,
 )
-from aft_vision.data.checked import ImageData
+from aft_vision.data.checked import ImageData, TorchvisionDataset
 from aft_vision.data.datasets import open_eval_split, open_train_split, with_evaluation_images
 from aft_vision.data.images import TransformError
 from aft_vision.data.layout import MissingSplitError
@@ -145,7 +145,14 @@ def test_folders_that_look_like_splits_are_named_as_keys_that_read_them(tmp_path
 @AS_TAR
 @pytest.mark.parametrize(
     'folders',
-    [{'train': ['a', 'b']}, {'my_train': ['a', 'b'], 'more': ['c']}, {'.': ['a', 'b']}, {'.': ['bus', 'car', 'train']}],
+    [
+        {'train': ['a', 'b']},
+        {'train': ['a', 'b'], 'more': ['c']},
+        {'train': ['a', 'b'], '.': ['more']},
+        {'my_train': ['a', 'b'], 'more': ['c']},
+        {'.': ['a', 'b']},
+        {'.': ['bus', 'car', 'train']},
+    ],
 )
 def test_the_remedies_of_a_missing_split_read_the_data_set(tmp_path, folders, as_tar):
     root = make_folder(tmp_path / 'images', folders, images=10)
@@ -153,7 +160,11 @@ def test_the_remedies_of_a_missing_split_read_the_data_set(tmp_path, folders, as
     with pytest.raises(MissingSplitError) as raised:
         open_both(root)
     first = next(iter(folders.values()))
-    found = open_both(root, **raised.value.remedies)
+    if as_tar and len(folders) > 1 and 'train' in folders:
+        # A key cannot name a part of a tar file.
+        assert raised.value.remedies == {}
+        return
+    found = open_both(**{'root': raised.value.remedies.pop('dir', root), **raised.value.remedies})
     assert found == (first, 9 * len(first), first, len(first))
 
 
@@ -241,12 +252,35 @@ def test_the_only_folder_of_a_split_is_a_class_unless_it_has_the_name_of_the_spl
     assert open_both(root) == (['cat'], 2, ['cat'], 2)
 
 
-def test_folders_that_are_not_read_next_to_the_only_split_are_named(tmp_path, caplog):
-    layout(
-        tmp_path, *(f'{name}/{kind}/{i}.png' for name in ('bus', 'train') for kind in ('red', 'blue') for i in (0, 1))
-    )
-    assert open_train_split(Source(dir=str(tmp_path), val_share=0.5)).class_names == ['blue', 'red']
-    assert 'train is read, and not bus next to it' in caplog.text
+@AS_TAR
+@pytest.mark.parametrize(
+    'kinds', [{'train': ['red', 'blue'], 'bus': ['red', 'blue']}, {'Train': ['a', 'b'], '.': ['bus', 'car']}]
+)
+def test_the_only_split_next_to_folders_that_may_be_classes_is_an_error_whose_remedies_read_the_data(
+    tmp_path, kinds, as_tar
+):
+    def pack(place: Path) -> Path:
+        return make_tar(tmp_path / f'{place.name}.tar', place) if as_tar else place
+
+    root = make_folder(tmp_path / 'images', kinds, images=2)
+    (split, inner), *_ = kinds.items()
+    with pytest.raises(ValueError, match=rf'got .*{split}.* with folders, and next to it bus') as raised:
+        open_both(pack(root), val_share=0.5)
+    assert as_tar or f'data.dir={root / split}, or --data {root / split} of a tool' in str(raised.value)
+    alone = shutil.copytree(root / split, tmp_path / 'alone')
+    assert open_both(pack(alone), val_share=0.5)[0] == sorted(inner)
+    moved = tmp_path / 'moved'
+    shutil.copytree(root, moved / 'train')
+    assert open_both(pack(moved), val_share=0.5)[0] == sorted((path.name for path in root.iterdir()), key=str.lower)
+
+
+@pytest.mark.parametrize('name', ['test', 'val'])
+def test_a_class_with_folders_that_has_the_name_of_an_evaluation_split_is_read_as_its_error_says(tmp_path, name):
+    root = make_folder(tmp_path / 'images', {name: ['a', 'b'], '.': ['bus', 'car']}, images=2)
+    with pytest.raises(MissingSplitError, match='if all are classes, move them into a new folder train'):
+        open_both(root, val_share=0.5)
+    shutil.copytree(root, tmp_path / 'moved' / 'train')
+    assert open_both(tmp_path / 'moved', val_share=0.5)[0] == sorted(['bus', 'car', name])
 
 
 def test_a_split_in_two_forms_is_named(tmp_path, caplog):
@@ -694,10 +728,6 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
     ('options', 'message'),
     [
         ({'name': 'torch/mnist'}, 'expected the folder of torch/mnist, got none'),
-        (
-            {'name': 'torch/x', 'dir': 'y', 'on_corrupt_image': 'skip'},
-            'only .*, hfds/, wds/ can skip corrupt .*, got torch/x',
-        ),
         ({'dir': 'x', 'input_key': 'jpg'}, r"data\.input_key belongs to a data set of data\.name, got 'jpg'"),
         ({'dir': 'x', 'on_corrupt_image': 'ignore'}, "must be 'raise' or 'skip', got 'ignore'"),
         ({'dir': 'x', 'num_classes': 0}, 'expected num_classes to be at least 1'),
@@ -816,6 +846,32 @@ def test_the_evaluation_loader_has_the_images_that_training_held_apart(tmp_path)
     assert names == ['a', 'b', 'c', 'd']
 
 
+@pytest.mark.parametrize('skips', [False, True])
+@pytest.mark.parametrize('layout', ['folder', 'folder with splits', 'tar', 'share'])
+def test_the_training_images_are_read_as_in_evaluation(tmp_path, layout, skips):
+    folder = make_numbered(tmp_path / 'train' if 'split' in layout else tmp_path / 'all', COUNTS)
+    place = {'tar': tmp_path / 'all.tar', 'folder with splits': tmp_path}.get(layout, folder)
+    if layout == 'tar':
+        make_tar(place, folder)
+    if layout == 'folder with splits':
+        make_folder(tmp_path, {'val': list(COUNTS)}, images=3)
+    if skips and layout != 'tar':
+        (folder / 'a' / '0.png').write_bytes(b'damaged')
+    source = Source(
+        dir=str(place),
+        val_share=0.2 if layout == 'share' else None,
+        val_share_without_split=0.2,
+        on_corrupt_image='skip' if skips else 'raise',
+    )
+    loader, names = create_eval_loader(source, PLAIN, 4, num_workers=0, training=True)
+    found = [round(255 * float(image.mean())) for images, _ in loader for image in images]
+    wanted = divide(source)[0] if layout != 'folder with splits' else list(range(66))
+    # Each once: another image does not take the place of one that is left out.
+    damaged = {0} if skips and layout != 'tar' else set()
+    assert found == [each for each in sorted({*wanted}) if each not in damaged]
+    assert names == ['a', 'b', 'c', 'd']
+
+
 def test_a_share_of_torchvisions_training_images_is_held_apart(tmp_path, monkeypatch):
     root = cifar10(tmp_path, monkeypatch)
     source = Source(name='torch/cifar10', dir=str(root), val_share=0.2)
@@ -931,14 +987,17 @@ def test_a_hidden_folder_that_torchvision_takes_for_a_class_is_refused(tmp_path)
         open_train_split(source)
 
 
-def test_an_image_of_torchvision_that_cannot_be_read_is_an_error_without_advice_to_skip_it(tmp_path):
+def test_an_image_of_torchvision_that_cannot_be_decoded_is_an_error_or_skipped(tmp_path, caplog):
     folder = make_folder(tmp_path, {'train': ['a', 'b']})
-    damage(min((folder / 'train' / 'a').iterdir()), 'cut')
-    split = open_train_split(Source(name='torch/image_folder', dir=str(folder)))
-    assert split.describe().endswith(' images, 2 classes')
-    with pytest.raises(CorruptImageError, match='can be decoded') as error:
-        split.dataset[0]
-    assert 'skip' not in str(error.value)
+    damage(folder / 'train' / 'a' / '0.png', 'cut')
+    source = Source(name='torch/image_folder', dir=str(folder), eval_split='train')
+    with pytest.raises(CorruptImageError, match=r'a/0\.png: .*; data\.on_corrupt_image=skip'):
+        evaluate(source)
+    assert evaluate(replace(source, on_corrupt_image='skip'))[1].tolist() == [0, 1, 1]
+    assert 'skipped: expected an image that can be decoded, got ' in caplog.text
+    # As torchvision's iNaturalist, which only opens the file.
+    with pytest.raises(CorruptImageError, match='got image 0: '):
+        TorchvisionDataset([(Image.open(folder / 'train' / 'a' / '0.png'), 0)])[0]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ import torch
 from helpers import link_photographs, make_beton, require_ffcv
 from small_runs import PART, Interruption, run, run_restarted
 
+from aft_vision.data import Shard, Source
+from aft_vision.data.datasets import open_train_split
+from aft_vision.data.sampling import EpochSampler
 from train import imagenet
 
 ROOT = Path(__file__).parents[2]
@@ -84,10 +87,14 @@ def two(plain: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_train_as_one(one, two):
     assert_same_training(two, one)
     assert load(two)['world_size'] == 2
+    counts = [torch.load(folder / 'best.pth', weights_only=True)['by_class'] for folder in (two, one)]
+    assert counts[0].tolist() == counts[1].tolist()
+    assert counts[0][:, 0].sum() == 20
     # The first process alone writes and prints.
     shown = two.with_suffix('.log').read_text()
     assert shown.count('epoch 1/2') == 1
     assert shown.count('2 processes, the first on cpu') == 1
+    assert shown.count('worst classes: ') == 1
 
 
 @pytest.mark.slow
@@ -177,6 +184,22 @@ def test_torchrun_restarts_a_run_whose_process_was_killed(plain, two, tmp_path):
     assert log.read_text().count('resumed from') == 1
     for kind in ('state_dict', 'ema_state_dict'):
         torch.testing.assert_close(load(run_dir)[kind], load(two)[kind], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_the_updates_before_an_image_that_another_process_than_the_first_cannot_read_are_saved(plain, tmp_path):
+    folder = link_photographs(tmp_path / 'photographs', 6, 2)
+    dataset = open_train_split(Source(dir=str(folder))).dataset
+    # Of the third update, which is read before the second one is made.
+    image = Path(dataset.name_of(EpochSampler(60, 20, 0, shard=Shard(1, 2)).draws(2)[0].image))
+    image.unlink()
+    image.write_bytes(b'damaged')
+    run_dir, log = tmp_path / 'run', tmp_path / 'log'
+    more = ['optim.accumulate=1', 'augment.repeats=1', f'data.dir={folder}', 'run.cpu_threads=1', f'run.dir={run_dir}']
+    assert run([*plain, *more], 2, log=log) == [1, 1]
+    assert load(run_dir)['updates'] == 1
+    assert f'can be decoded, got {image}' in log.read_text()
+    assert 'another process cannot read its training data' in log.read_text()
 
 
 def test_a_batch_that_the_processes_cannot_share_is_rejected(plain, tmp_path):

@@ -9,6 +9,7 @@ from browser import CHROMIUM, Browser
 from helpers import CLOTHING, save_model
 from torch import nn
 
+from aft_vision.data import CorruptImageError, Decoding, LargeImageError
 from tools import demo
 
 PHOTOGRAPHS = sorted(CLOTHING.glob('validation/*/*.jpg'))[::60]
@@ -42,6 +43,14 @@ def test_an_answer_has_the_classes_the_time_and_the_pictures_at_any_size(models)
         assert (found.keys is None) == (name != 'aft_conv_tiny')
         # Resizing has changed a copy.
         assert all(torch.equal(before[key], x) for key, x in model.state_dict().items())
+
+
+def test_options_of_reading_reach_the_photographs(models, monkeypatch):
+    with pytest.raises(LargeImageError, match='at most 5 pixels'):
+        demo.answer(models['aft_conv_tiny'], PHOTOGRAPHS[0], 64, (0.5, 1.0), Decoding(max_pixels=5))
+    monkeypatch.setattr(demo, 'load_models', lambda names: models)
+    with pytest.raises(CorruptImageError, match='got none of'):
+        demo.main(['--max-pixels', '5'])
 
 
 def test_a_hybrid_is_answered_with_the_keys_of_its_aft_layers(tmp_path):

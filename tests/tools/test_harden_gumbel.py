@@ -119,7 +119,7 @@ def test_a_folder_that_is_read_is_not_replaced(exported):
         main(['--checkpoint', str(exported), '--out', str(exported)])
 
 
-@pytest.mark.parametrize('option', [['--split', 'val'], ['--batch-size', '8'], ['--skip-corrupt']])
+@pytest.mark.parametrize('option', [['--split', 'val'], ['--batch-size', '8']])
 def test_options_of_images_need_images(option, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(['--checkpoint', str(tmp_path), '--out', str(tmp_path / 'out'), *option])

@@ -1,7 +1,9 @@
+import csv
 import io
 import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from PIL import Image
 from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.models.checkpoint import load_model
-from tools.predict import main
+from tools.predict import count_classes, main
 
 PHOTOGRAPHS = sorted((CLOTHING / 'validation').rglob('*.jpg'))[:3]
 NAMES = [f'kind {i}' for i in range(7)]
@@ -85,6 +87,54 @@ def test_json_and_a_folder_at_another_size(run_folder, capsys):
     assert all(len(row['classes']) == 2 for row in rows)
 
 
+@pytest.mark.parametrize('name', ['found.csv', 'new/found.JSON'])
+def test_a_folder_is_written_to_a_file_and_its_classes_are_counted(run_folder, tmp_path, capsys, name):
+    out = tmp_path / name
+    rows = main([*map(str, PHOTOGRAPHS), '--checkpoint', str(run_folder), '--top', '2', '--out', str(out)])
+    printed = capsys.readouterr().out
+    counts = Counter(row['classes'][0]['class'] for row in rows)
+    assert printed == f'3 images: {", ".join(f"{count} {name}" for name, count in counts.most_common())}\n'
+    if out.suffix == '.JSON':
+        assert json.loads(out.read_text()) == rows
+        return
+    with out.open(newline='') as file:
+        found = list(csv.reader(file))
+    assert found[0] == ['image', 'class', 'probability', 'class_2', 'probability_2']
+    for cells, row in zip(found[1:], rows, strict=True):
+        assert cells == [row['image'], *(str(value) for each in row['classes'] for value in each.values())]
+
+
+def test_json_alone_is_on_standard_output_and_one_image_is_not_counted(run_folder, capsys):
+    rows = main([*map(str, PHOTOGRAPHS), '--checkpoint', str(run_folder), '--json'])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == rows
+    assert printed.err.startswith('3 images: ')
+    main([str(PHOTOGRAPHS[0]), '--checkpoint', str(run_folder)])
+    assert 'images:' not in capsys.readouterr().out
+
+
+def test_what_can_be_decoded_is_written_before_the_others_are_named(run_folder, tmp_path):
+    (tmp_path / 'bad.png').write_bytes(b'no image')
+    out = tmp_path / 'found.csv'
+    with pytest.raises(CorruptImageError, match='1 of 2 images'):
+        main([str(tmp_path / 'bad.png'), str(PHOTOGRAPHS[0]), '--checkpoint', str(run_folder), '--out', str(out)])
+    assert [line.partition(',')[0] for line in out.read_text().splitlines()] == ['image', str(PHOTOGRAPHS[0])]
+
+
+def test_of_many_classes_only_the_most_frequent_are_counted():
+    rows = [{'classes': [{'class': f'kind {number}'}]} for number in (*range(12), 7)]
+    counted = count_classes(rows)
+    assert counted.startswith('13 images: 2 kind 7, 1 kind 0, ')
+    assert counted.endswith(' and 2 more')
+
+
+@pytest.mark.parametrize('out', ['found.txt', 'found'])
+def test_a_file_of_another_kind_is_refused(out, capsys):
+    with pytest.raises(SystemExit):
+        main(['any.jpg', '--model', 'aft_conv_nano', '--out', out])
+    assert f'expected a .csv or .json file, got --out {out}' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
@@ -96,6 +146,7 @@ def test_json_and_a_folder_at_another_size(run_folder, capsys):
         (['PHOTO', '--model', 'aft_conv_naon'], r'got aft_conv_naon; did you mean aft_conv_nano\?'),
         (['PHOTO', '--model', 'model.onnx'], r'got model.onnx; onnxruntime runs an ONNX file'),
         (['PHOTO', '--checkpoint', 'RUN', '--size', '50'], 'multiples of the patch'),
+        (['a.csv', '--checkpoint', 'RUN', '--out', 'a.csv'], r'another place than that of a\.csv, which is read'),
     ],
 )
 def test_what_cannot_be_classified_is_refused(run_folder, arguments, message):

@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import tarfile
 from datetime import UTC, datetime
 from html import unescape
 from html.parser import HTMLParser
@@ -19,8 +20,11 @@ from matplotlib.axes import Axes
 from PIL import Image, ImageChops
 
 from aft_vision import __version__
-from aft_vision.visualize import report_sections
-from tools.report import main, read_config, recorded_facts
+from aft_vision.data import CorruptImageError
+from aft_vision.data.datasets import Source, open_eval_split, with_evaluation_images
+from aft_vision.models.checkpoint import load_model
+from aft_vision.visualize import predict_labelled, report_sections
+from tools.report import find_validation_images, main, read_config, recorded_facts
 
 pytestmark = pytest.mark.usefixtures('coarse_pictures')
 CHROMIUM = next(
@@ -90,16 +94,10 @@ def test_the_page_is_well_formed_and_has_every_section(report):
     text = report.read_text()
     page = Page(text)
     assert not page.open
-    titles = [
-        'Model',
-        'Training',
-        'Image sizes',
-        'Accuracy',
-        'Position biases',
-        'Average relative attention',
-        'shirt/0 &amp; co.png',
-    ]
-    assert [title for title in titles if f'<h2>{title}</h2>' not in text] == []
+    # The data of the reader first, the pictures of kernels last.
+    titles = ['Accuracy', 'Confusions', 'Worst photographs', 'Training', 'Image sizes', 'Model']
+    titles += ['shirt/0 &amp; co.png', 'Position biases', 'Average relative attention']
+    assert re.findall('<h2>(.*)</h2>', text) == titles
     assert len(page.all('h1')) == 1
     identifiers = {f'#{section["id"]}' for section in page.all('section')}
     assert {link['href'] for link in page.all('a')} == identifiers
@@ -133,8 +131,9 @@ def test_the_page_asks_for_nothing_and_runs_nothing(report):
 
 def test_every_picture_decodes_and_says_what_it_shows(report):
     pictures = Page(report.read_text()).all('img')
-    # Curves, sizes, examples, biases, relative attention, and keys and implicit attention of a photograph.
-    assert len(pictures) == 7
+    # Classes, examples, confusions, worst photographs, curves, sizes, keys and implicit attention of a photograph,
+    # biases, relative attention.
+    assert len(pictures) == 10
     for picture in pictures:
         image = Image.open(io.BytesIO(base64.b64decode(picture['src'].partition('base64,')[2])))
         image.load()
@@ -152,16 +151,16 @@ def test_the_page_says_what_the_checkpoint_knows(report):
     assert '<hat>' not in text
     assert 'row 3, column 4 of 4 × 4' in text
     assert 'before: entropy' in text
-    assert re.search(r'Top-1 \d+\.\d% with a standard error of \d+\.\d, on 3 images', text)
+    assert re.search(r'Top-1 \d+\.\d% \(\d+\.\d to \d+\.\d%\), the mean over classes \d+\.\d%, on 3 images', text)
     assert 'at 32 × 32 pixels.' in text
-    assert '2 of 2 classes, which have fewer than 20 images, are left out.' in text
+    assert '1 of 3 classes have no image here: &lt;hat&gt;.' in text
     assert 'The centre of a picture is the token itself' in text
     assert 'Prediction, truth: shirt' in text
 
 
 def test_the_page_says_how_it_was_made(report):
     text = unescape(report.read_text())
-    assert f'python -m tools.report --checkpoint {report.parents[1] / "best.pth"} ' in text
+    assert f'aft-vision report --checkpoint {report.parents[1] / "best.pth"} ' in text
     assert f'aft_vision {__version__}, timm {timm.__version__}, torch {torch.__version__}' in text
     assert f'{datetime.now(UTC):%Y-}' in text
 
@@ -187,6 +186,24 @@ def test_images_that_cannot_be_decoded_are_named_once_counted_and_left_out(tmp_p
     assert '2 images that cannot be decoded are left out' in text
     assert '2 images that cannot be decoded are left out' in capsys.readouterr().out
     assert [caplog.text.count(name) for name in ('a/0.png', 'b/1.png')] == [1, 1]
+
+
+def test_photographs_deeper_than_their_class_folder_have_its_class(tmp_path):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    images = make_folder(tmp_path, {'images/a': ['images'], 'images/b': ['images']}, images=2) / 'images'
+    text = main(['--checkpoint', str(checkpoint), '--images', str(images), '--size', '32']).read_text()
+    assert 'on 4 images whose' in text
+    assert text.count('<h2>a/') == text.count('<h2>b/') == 2
+
+
+@pytest.mark.parametrize('only', [[], ['--only', 'keys'], ['--only', 'attention']])
+def test_options_of_reading_reach_the_photographs(tmp_path, caplog, only):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    images = make_folder(tmp_path, {'images': ['a']}, images=1) / 'images'
+    where = images / 'a' / '0.png' if only else images
+    with pytest.raises(CorruptImageError) as error:
+        main(['--checkpoint', str(checkpoint), '--images', str(where), '--max-pixels', '5', *only])
+    assert 'at most 5 pixels' in f'{error.value}{caplog.text}'
 
 
 def test_the_examples_have_the_size_that_the_model_sees(tmp_path, monkeypatch):
@@ -218,19 +235,34 @@ def test_models_without_heads_have_a_report_too(tmp_path, name, capsys):
     assert 'The centre of a picture' not in text
 
 
-def test_a_model_that_is_not_aft_is_rejected(tmp_path):
-    checkpoint = save(tmp_path / 'best.pth', 'vit_tiny_patch16_224', VIT)
-    make_folder(tmp_path, {'images': ['a']}, images=1)
-    with pytest.raises(ValueError, match='an AFT model, got VisionTransformer'):
-        main(['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images')])
+def test_the_worst_photographs_are_those_whose_class_is_least_probable(tmp_path):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    images = make_folder(tmp_path, {'images': ['a', 'b', 'c']}, images=5) / 'images'
+    page = main(['--checkpoint', str(checkpoint), '--images', str(images), '--size', '32']).read_text()
+    answers = predict_labelled(load_model(checkpoint), sorted(images.rglob('*.png')), (32, 32), folder=images)
+    worst = sorted(answers, key=lambda each: each.truth_probability)[:12]
+    listed = re.findall(r'<th scope="row">(\w/\d\.png)</th><td>\w \(([\d.]+)%\)</td>', page)
+    assert listed == [
+        (each.path.relative_to(images).as_posix(), f'{100 * each.truth_probability:.1f}') for each in worst
+    ]
 
 
-def test_a_model_without_one_grid_of_tokens_is_rejected(tmp_path):
-    sizes = dict(stem_dim=4, dims=(4, 8, 8, 8), depths=(1, 1, 1, 1), num_heads=2, num_classes=3)
-    checkpoint = save(tmp_path / 'best.pth', 'aft_pyramid_nano', sizes)
-    make_folder(tmp_path, {'images': ['a']}, images=1)
-    with pytest.raises(ValueError, match="a model with timm's patch_embed, got AFTPyramid"):
-        main(['--checkpoint', str(checkpoint), '--images', str(tmp_path / 'images')])
+@pytest.mark.parametrize(
+    ('name', 'kwargs'),
+    [
+        ('vit_tiny_patch16_224', VIT),
+        # Without one grid of tokens.
+        ('aft_pyramid_nano', dict(stem_dim=4, dims=(4, 8, 8, 8), depths=(1,) * 4, num_heads=2, num_classes=3)),
+        ('resnet10t', dict(num_classes=3)),
+    ],
+)
+def test_any_classifier_has_a_report_without_pictures_of_kernels(tmp_path, name, kwargs):
+    checkpoint = save(tmp_path / 'best.pth', name, kwargs, class_names=['a', 'b', 'c'])
+    images = make_folder(tmp_path, {'images': ['a']}, images=2) / 'images'
+    text = main(['--checkpoint', str(checkpoint), '--images', str(images), '--size', '32', '--max-images', '1'])
+    titles = ['Accuracy', 'Confusions', 'Worst photographs', 'Model', 'a/0.png']
+    assert re.findall('<h2>(.*)</h2>', text.read_text()) == titles
+    assert 'Prediction, truth: a' in text.read_text()
 
 
 def test_a_folder_in_place_of_the_page_is_named_before_anything_is_drawn(tmp_path):
@@ -249,6 +281,41 @@ def test_a_checkpoint_is_not_overwritten_by_the_page(tmp_path, option):
 def test_an_exported_folder_records_only_its_name(tmp_path):
     (tmp_path / 'run' / 'export').mkdir(parents=True)
     assert recorded_facts(tmp_path / 'run' / 'export') == {'Checkpoint': 'run/export'}
+
+
+@pytest.mark.parametrize('layout', ['splits', 'classes'])
+def test_the_images_of_a_run_are_those_that_it_was_not_trained_on(tmp_path, layout):
+    (tmp_path / 'run').mkdir()
+    checkpoint = save(tmp_path / 'run' / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    splits = {'': ['a', 'b', 'c']} if layout == 'classes' else {'train': ['a', 'b', 'c'], 'val': ['a', 'b', 'c']}
+    images = make_folder(tmp_path / 'images', splits, images=5)
+    (checkpoint.parent / 'summary.csv').write_text('epoch,train_loss,eval_top1\n1,2.0,30.0\n')
+    data = {'dir': str(images), 'val_share_without_split': 0.2, 'batch_size': 8}
+    (checkpoint.parent / 'config.yaml').write_text(json.dumps({'data': data}))
+    options = ['--checkpoint', str(checkpoint), '--size', '32', '--max-images', '1']
+    text = main(options).read_text()
+    kept = open_eval_split(with_evaluation_images(Source(dir=str(images), val_share_without_split=0.2))).dataset
+    names = {Path(kept.name_of(index)).relative_to(images).as_posix() for index in range(len(kept))}
+    assert len(names) == (3 if layout == 'classes' else 15)
+    listed = set(re.findall(r'<th scope="row">([\w/]+\.png)</th>', text))
+    assert listed == names if layout == 'classes' else listed < names
+    assert f'on {len(names)} images whose' in text
+    shutil.rmtree(images)
+    with pytest.raises(ValueError, match=r'validation images of the run, or --images FOLDER: expected .*images'):
+        main(options)
+
+
+def test_without_images_and_without_a_run_they_are_asked_for(tmp_path):
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV)
+    with pytest.raises(ValueError, match=r'its config\.yaml, or --images FOLDER, got neither'):
+        main(['--checkpoint', str(checkpoint)])
+
+
+def test_images_of_a_run_that_are_not_in_files_are_asked_for(tmp_path):
+    with tarfile.open(tmp_path / 'all.tar', 'w') as file:
+        file.add(make_folder(tmp_path / 'images', {'': ['a', 'b']}, images=3), arcname='.')
+    with pytest.raises(ValueError, match=r'--images FOLDER, as the images of the run are not files but in .*all\.tar'):
+        find_validation_images({'data': {'dir': str(tmp_path / 'all.tar'), 'val_share': 0.5}})
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
@@ -347,10 +414,11 @@ def test_what_a_picture_is_made_of_is_not_overwritten(picture, tmp_path, name):
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ([], '--images is missing'),
+        (['--only', 'attention'], '--images is missing: a photograph for --only attention'),
         (['--images', 'a', '--layers', '1'], '--layers belongs to --only biases or --only keys or --only attention;'),
         (['--images', 'a', '--exponentiated'], '--exponentiated belongs to --only biases;'),
         (['--only', 'biases', '--images', 'a'], '--images belongs to the page or --only keys or --only attention, got'),
+        (['--only', 'biases', '--bits', '8'], '--bits belongs to the page or --only keys or --only attention, got'),
         (['--only', 'biases', '--vit', 'a'], '--vit belongs to the page, got --only biases;'),
         (['--only', 'biases', '--query', '1', '1'], '--query belongs to the page or --only attention, got'),
         (['--only', 'keys', '--images', 'a', '--before', 'a'], '--before belongs to the page or --only biases, got'),

@@ -116,6 +116,20 @@ def test_a_mask_may_be_an_image_and_images_may_be_files(checkpoint: Path, data: 
     assert images_to_tokens(completed).shape == (1, 48)
 
 
+def test_images_of_a_folder_that_cannot_be_decoded_are_named_and_counted(checkpoint, data, tmp_path, capsys, caplog):
+    for number, image in enumerate(np.load(data)['x_test'][:2]):
+        Image.fromarray(image).save(tmp_path / f'{number}.png')
+    (tmp_path / '00.png').write_bytes(b'no image')
+    out = tmp_path / 'sheets' / 'out.png'
+    command = ['--checkpoint', str(checkpoint), '--images', str(tmp_path), '--temperature', '0.5', '--out', str(out)]
+    completed = sample_pixels.main(command)
+    whole = torch.from_numpy(np.load(data)['x_test'][:2]).permute(0, 3, 1, 2)
+    assert torch.equal(completed[:, :, :2], whole[:, :, :2])
+    assert '00.png' in caplog.text
+    assert '2 images are in' in (printed := capsys.readouterr().out)
+    assert '1 image that cannot be decoded is left out' in printed
+
+
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
@@ -124,10 +138,11 @@ def test_a_mask_may_be_an_image_and_images_may_be_files(checkpoint: Path, data: 
         (['--data', '{data}', '--mask', '{erased}'], r'got .*erased\.png with transparent ones'),
         (['--images', '{large}'], r'expected an image of 4 x 4 pixels \(H x W\), got 6 x 5'),
         (['--data', '{data}', '--mask', '{large}'], r'expected a mask of 4 x 4 pixels \(H x W\), got 6 x 5'),
-        (['--images', '{data}'], 'expected an image .* got .*images.npz'),
+        (['--images', '{data}'], 'expected an image that can be decoded, got none of 1'),
+        (['--images', 'missing.png'], r'expected image files or folders, got missing\.png, which do not exist'),
         (['--data', '{data}', '--top-k', '0'], 'top_k must be at least 1, got 0'),
     ],
-    ids=['index', 'mask', 'erased mask', 'size', 'size of the mask', 'file', 'rule'],
+    ids=['index', 'mask', 'erased mask', 'size', 'size of the mask', 'no image', 'no file', 'rule'],
 )
 def test_a_wrong_argument_is_named(arguments: list[str], message: str, checkpoint: Path, data: Path, tmp_path: Path):
     Image.new('RGB', (5, 6)).save(tmp_path / 'large.png')
@@ -150,12 +165,12 @@ def test_a_photograph_is_not_overwritten(checkpoint: Path, tmp_path: Path):
     photograph = tmp_path / 'cat.png'
     Image.new('RGB', (4, 4)).save(photograph)
     before = photograph.read_bytes()
-    with pytest.raises(ValueError, match='expected another place than that of'):
-        sample_pixels.main(['--checkpoint', str(checkpoint), '--images', str(photograph), '--out', str(photograph)])
-    with pytest.raises(ValueError, match='expected another place than that of'):
-        sample_pixels.main(
-            ['--checkpoint', str(checkpoint), '--images', 'x', '--mask', str(photograph), '--out', str(photograph)]
-        )
+    arguments = ['--checkpoint', str(checkpoint), '--out', str(photograph), '--images']
+    other = tmp_path / 'other.PNG'
+    other.write_bytes(before)
+    for more in ([photograph], [tmp_path], [other, '--mask', photograph]):
+        with pytest.raises(ValueError, match='expected another place than that of'):
+            sample_pixels.main([*arguments, *map(str, more)])
     assert photograph.read_bytes() == before
 
 

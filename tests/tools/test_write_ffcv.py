@@ -41,6 +41,17 @@ def test_a_file_that_is_there_is_kept_unless_it_is_to_be_replaced(tmp_path):
     assert (tmp_path / 'other' / 'val.json').read_text() == 'mine'
 
 
+def test_an_image_that_cannot_be_decoded_is_named_and_counted(tmp_path, capsys, caplog):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']}, images=3)
+    (folder / 'train' / 'a' / '1.png').write_bytes(b'no image')
+    main(['--data', str(folder), '--out', str(tmp_path), '--workers', '0', '--quiet'])
+    assert BetonDataset(tmp_path / 'train.beton').labels.tolist() == [0, 0, 1, 1, 1]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith('; 1 image that cannot be decoded is left out')
+    assert 'left out' not in second
+    assert caplog.text.count('train/a/1.png') == 1
+
+
 def test_ffcv_files_are_not_written_again(tmp_path):
     folder = make_folder(tmp_path / 'images', {'val': ['a']})
     arguments = ['--splits', 'val', '--workers', '0', '--quiet']
@@ -54,7 +65,6 @@ def test_ffcv_files_are_not_written_again(tmp_path):
     [
         (['--max-resolution', '20000'], ValueError, 'max_resolution to be from 1 to 18918, got 20000'),
         (['--num-classes', '7'], SystemExit, '2'),
-        (['--name', 'torch/cifar10', '--skip-corrupt'], ValueError, 'can skip corrupt images, got torch'),
         (['--name', 'wds/', '--num-classes', '0'], SystemExit, '2'),
     ],
 )

@@ -36,6 +36,38 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path):
     assert (optim.accumulate, optim.weight_decay, optim.lr, optim.clip_grad) == (2, 2.0, 3.0, 4.0)
 
 
+def test_a_name_is_a_config_of_the_package_unless_a_file_has_it(tmp_path, monkeypatch):
+    assert load_config('finetune').model['name'] == 'aft_conv_nano'
+    assert load_config('imagenet/aft_conv_small_k11_h384').schedule.epochs == 300
+    (tmp_path / 'own.yaml').write_text('base: finetune\nschedule: {epochs: 7}\n')
+    found = load_config(tmp_path / 'own.yaml')
+    assert (found.schedule.epochs, found.optim.layer_decay) == (7, 0.75)
+    monkeypatch.chdir(tmp_path)
+    # A folder of photographs.
+    (tmp_path / 'finetune').mkdir()
+    assert load_config('finetune').schedule.epochs == 10
+    (tmp_path / 'finetune').rmdir()
+    (tmp_path / 'finetune').write_text('model: {name: aft_conv_tiny}\n')
+    assert load_config('finetune').model['name'] == 'aft_conv_tiny'
+
+
+@pytest.mark.parametrize(
+    ('given', 'meant'),
+    [
+        ('finetun', 'finetune'),
+        ('elsewhere/configs/finetune.yaml', None),
+        ('configs/imagenet/deit_300e.yaml', 'imagenet/deit_300e'),
+        ('deit_300', 'imagenet/deit_300e'),
+        ('aft_conv_small_k11_h384.yml', 'imagenet/aft_conv_small_k11_h384'),
+    ],
+)
+def test_a_config_that_is_none_is_an_error_with_the_nearest_of_the_package(given, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match='expected a YAML file, or the name of a config of the package') as raised:
+        load_config(given)
+    assert str(raised.value).endswith(f'; did you mean {meant}?' if meant else f'got {given}, which does not exist')
+
+
 def test_a_base_in_another_folder_is_relative_to_the_file(tmp_path):
     (tmp_path / 'deep').mkdir()
     (tmp_path / 'base.yaml').write_text('run: {seed: 7}\n')

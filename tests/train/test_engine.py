@@ -2,8 +2,11 @@ import csv
 import itertools
 import json
 import math
+import os
 import pkgutil
 import random
+import signal
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -18,7 +21,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from timm.data import Mixup
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from aft_vision.commandline import run_command
 from aft_vision.data import STEP, Augmentation, Loaders, derive_seed
 from aft_vision.data.images import CorruptImageError
 from aft_vision.data.shards import WebDataset
@@ -577,6 +583,30 @@ def test_the_updates_before_a_training_image_that_cannot_be_read_are_saved(tmp_p
     saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
     with pytest.raises(CorruptImageError):
         fit(make_state(), Loaders(Damaged(), make_batches(), []), saver, progress=False)
+    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 4
+
+
+class Killed(list):
+    """Batches, and a loading process that the system ends at the fifth."""
+
+    def __getitem__(self, index):
+        if index == 4:
+            # When the batch before it has been sent.
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_the_updates_before_the_end_of_a_loading_process_are_saved_and_the_error_is_one_line(
+    tmp_path, monkeypatch, capsys
+):
+    # Torch looks for loading processes that have ended as often, in seconds.
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.1,))
+    loader = DataLoader(Killed(make_batches()), batch_size=None, num_workers=1, prefetch_factor=1)
+    saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
+    with pytest.raises(SystemExit):
+        run_command(lambda _: fit(make_state(), Loaders(loader, make_batches(), []), saver, progress=False), [])
+    assert capsys.readouterr().err.startswith('error: DataLoader worker (pid')
     assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 4
 
 

@@ -59,7 +59,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
         ('one_epoch', 'data.img_size=50', 'data.img_size: expected an image size of multiples of the patch size'),
         ('one_epoch', 'optim.args.betas=[2,3]', "optimizer adamw, got {'betas': [2, 3]}"),
         ('one_epoch', 'run.init_from=TEXT', 'expected a whole file of weights, got TEXT'),
-        ('one_epoch', 'run.init_from=WEIGHTS', 'got WEIGHTS with model; python -m tools.transfer_deit converts'),
+        ('one_epoch', 'run.init_from=WEIGHTS', 'got WEIGHTS with model; aft-vision transfer-deit converts'),
         ('one_epoch', 'run.resume=/nowhere', 'got /nowhere, which does not exist'),
         ('one_epoch', 'run.device=tpu9', "got 'tpu9'"),
         ('one_epoch', '--epochs 3', 'unrecognized arguments: --epochs;'),

@@ -20,7 +20,7 @@ from train import imagenet
 from train.build import build_evaluation, resolve_images
 from train.config import load_config
 from train.distributed import World
-from train.imagenet import main
+from train.imagenet import describe_worst, main
 
 ROOT = Path(__file__).parents[2]
 FULL = ['model.name=aft_full_tiny', 'model.depth=1', 'model.embed_dim=32', 'model.patch_size=8']
@@ -48,6 +48,36 @@ def test_a_run_leaves_checkpoints_log_config_and_export(run_dir):
     with (run_dir / 'summary.csv').open() as file:
         (row,) = csv.DictReader(file)
     assert 0 < float(row['train_loss']) < 4
+
+
+def test_a_run_names_the_three_classes_that_its_best_weights_know_worst(few, run_dir, capsys):
+    main([*ONE_EPOCH, *few, f'run.dir={run_dir}', 'run.resume=auto'])
+    best, model = torch.load(run_dir / 'best.pth', weights_only=True), load_model(run_dir / 'best.pth')
+    _, loader, _ = build_evaluation(load_config(ONE_EPOCH[-1], few), run_dir / 'best.pth', World(torch.device('cpu')))
+    images, targets = map(torch.cat, zip(*loader, strict=True))
+    with torch.no_grad():
+        right = model(images).argmax(1) == targets
+    counts = torch.stack([targets.bincount(minlength=10), targets[right].bincount(minlength=10)], dim=1)
+    assert best['by_class'][:, :2].tolist() == counts.tolist()
+    worst = describe_worst(best['class_names'], counts.tolist())
+    assert worst.count(' of 2') == 3
+    assert f'best top-1 {best["best_top1"]:.1f} %{worst}\n' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('counts', 'words'),
+    [
+        # Of equal classes, the one of more images is first; a class without images has no accuracy.
+        (
+            [[20, 1], [15, 0], [0, 0], [30, 0], [4, 3]],
+            '; worst classes: d 0.0 % of 30, b 0.0 % of 15, a 5.0 % of 20',
+        ),
+        ([[2, 2], [1, 1], [0, 0], [0, 0], [0, 0]], '; worst classes: a 100.0 % of 2, b 100.0 % of 1'),
+        ([[5, 3], [0, 0], [0, 0], [0, 0], [0, 0]], ''),
+    ],
+)
+def test_classes_are_named_with_their_accuracy_and_images(counts, words):
+    assert describe_worst('abcde', counts) == words
 
 
 def test_the_export_and_the_best_checkpoint_are_the_same_model(run_dir):
@@ -214,7 +244,8 @@ def test_a_batch_larger_than_the_data_set_is_rejected_also_in_parts(tmp_path):
 
 def test_a_run_that_overwrites_another_leaves_nothing_of_it(few, tmp_path, monkeypatch):
     monkeypatch.setattr('train.imagenet.draw_history', draw_history)
-    for name in ('best.pth', 'last-1.pth', 'curves.png', 'eval_resolution.json', 'tensorboard/old', 'export/old'):
+    results = ('curves.png', 'eval_resolution.json', 'report.html')
+    for name in ('best.pth', 'last-1.pth', *results, 'tensorboard/old', 'export/old'):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('old')
     with pytest.raises(FileExistsError):

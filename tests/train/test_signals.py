@@ -43,3 +43,13 @@ def test_the_command_is_that_of_the_start(started, module, environment, command)
     started(module, **environment)
     found = resume_command(Path('my runs/first/config.yaml'))
     assert found == f"{command} --config 'my runs/first/config.yaml' run.resume=auto"
+
+
+@pytest.mark.parametrize(
+    ('environment', 'command'),
+    [({}, 'aft-vision train'), (TORCHRUN, 'torchrun --nproc-per-node 4 --no-python aft-vision train')],
+)
+def test_a_run_of_the_console_command_goes_on_by_that_command(started, monkeypatch, environment, command):
+    started('train.imagenet', **environment, **({'GROUP_WORLD_SIZE': '1'} if environment else {}))
+    monkeypatch.setattr(sys.modules['__main__'], 'PROGRAM', 'aft-vision train', raising=False)
+    assert resume_command(Path('runs/a/config.yaml')) == f'{command} --config runs/a/config.yaml run.resume=auto'

@@ -10,9 +10,13 @@ from aft_vision.data import CorruptImageError
 from aft_vision.visualize.accuracy import (
     LabelledPrediction,
     by_class,
+    class_rows,
+    confused_classes,
     draw_classes,
+    draw_confusions,
     draw_examples,
     interval,
+    label_photographs,
     predict_labelled,
 )
 from aft_vision.visualize.photographs import SkippedImages
@@ -21,7 +25,7 @@ NAMES = ['hat', 'shoe', 'shirt']
 
 
 def make_answer(truth: int, prediction: int) -> LabelledPrediction:
-    return LabelledPrediction(Path('any.png'), truth, prediction, 0.5)
+    return LabelledPrediction(Path('any.png'), truth, prediction, 0.5, 0.5 if truth == prediction else 0.25)
 
 
 @pytest.mark.parametrize(
@@ -33,37 +37,74 @@ def test_the_interval_is_that_of_wilson(right, count, low, high):
     assert interval(right, count) == pytest.approx((low, high), abs=1e-3)
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Groups of a single image count."""
-    monkeypatch.setattr('aft_vision.visualize.accuracy.MIN_IMAGES', 1)
+def test_every_class_is_shown_and_those_of_more_photographs_are_nearer_to_the_ends():
+    outcomes = {0: [1, 0], 1: [1], 2: [0], 3: [4, 4, 4], 4: [4, 4]}
+    answers = [make_answer(truth, prediction) for truth, found in outcomes.items() for prediction in found]
+    groups = by_class(answers)
+    assert list(groups) == [3, 2, 0, 1, 4]
+    assert [len(group) for group in groups.values()] == [3, 1, 2, 1, 2]
 
 
-@pytest.mark.usefixtures('few')
-def test_classes_are_sorted_by_their_accuracy_and_of_many_the_ends_are_kept(monkeypatch):
-    answers = [make_answer(0, 1), make_answer(0, 0), make_answer(1, 1), make_answer(2, 0)]
-    assert list(by_class(answers, NAMES)) == ['shirt', 'hat', 'shoe']
-    monkeypatch.setattr('aft_vision.visualize.accuracy.MAX_CLASSES', 2)
-    assert list(by_class(answers, NAMES)) == ['shirt', 'shoe']
+def test_a_row_of_a_class_has_its_accuracy_interval_precision_and_commonest_confusion():
+    answers = [make_answer(0, 1), make_answer(0, 1), make_answer(0, 2), make_answer(0, 0), make_answer(1, 1)]
+    low, high = (f'{100 * bound:.1f}' for bound in interval(1, 4))
+    shirt, other = class_rows(by_class([*answers, make_answer(2, 0)]), NAMES)[:2]
+    assert shirt == ['shirt', '1', '0.0%', '0.0 to 79.3%', '0.0%', 'hat (1)']
+    assert other == ['hat', '4', '25.0%', f'{low} to {high}%', '50.0%', 'shoe (2)']
+    (never,) = class_rows(by_class([make_answer(2, 0)]), NAMES)
+    assert never[-2:] == ['never predicted', 'hat (1)']
 
 
-def test_classes_of_fewer_than_20_images_are_left_out():
-    answers = [make_answer(0, 0)] * 20 + [make_answer(1, 1)] * 19
-    assert list(by_class(answers, NAMES)) == ['hat']
-
-
-@pytest.mark.usefixtures('few')
 def test_points_have_their_intervals_and_class_names():
-    groups = by_class([make_answer(0, 1), make_answer(0, 0), make_answer(1, 1)], NAMES)
-    axes = draw_classes(groups, 'class', 2 / 3).axes[0]
+    groups = by_class([make_answer(0, 1), make_answer(0, 0), make_answer(1, 1)])
+    axes = draw_classes(groups, NAMES, 'class', 2 / 3).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ['hat (2)', 'shoe (1)']
     spread, point, *_, line = axes.get_lines()
     low, high = interval(1, 2)
     assert list(spread.get_xdata()) == pytest.approx([100 * low, 100 * high])
     assert list(point.get_xdata()) == [50.0]
     assert line.get_label() == 'all: 66.7%'
-    # From zero, so that a small difference looks small.
-    assert axes.get_xlim() == (0, 100)
+    # From zero to all, so that a small difference looks small; the worst class is at the top.
+    assert [round(end, -1) for end in axes.get_xlim()] == [0, 100]
+    assert axes.yaxis_inverted()
+
+
+def test_of_many_classes_the_matrix_has_those_that_are_most_often_confused():
+    answers = [make_answer(0, 0), make_answer(1, 2), make_answer(3, 4), make_answer(4, 3), make_answer(3, 4)]
+    assert confused_classes(answers) == [0, 1, 2, 3, 4]
+    assert confused_classes(answers, at_most=2) == [3, 4]
+    assert confused_classes(answers, at_most=4) == [1, 2, 3, 4]
+
+
+def test_the_confusion_matrix_has_classes_in_its_rows_and_predictions_in_its_columns():
+    answers = [make_answer(0, 0), make_answer(0, 2), make_answer(0, 2), make_answer(0, 1), make_answer(2, 2)]
+    axes = draw_confusions(answers, NAMES, [0, 2]).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ['hat', 'shirt']
+    assert {text.get_position(): text.get_text() for text in axes.texts} == {(0, 0): '1', (1, 0): '2', (1, 1): '1'}
+    # Shares of all photographs of the class, also of those in a column that is left out.
+    assert axes.images[0].get_array().tolist() == [[0.25, 0.5], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ('folder', 'paths', 'labels'),
+    [
+        ('', ['hat/images/1.png', 'shoe/hat/1.png', 'glove/1.png', '1.png'], [0, 1, None, None]),
+        ('', ['val/hat/images/1.png', 'val/shoe/1.png', 'glove/shirt/1.png'], [0, 1, 2]),
+        ('val/hat', ['1.png', 'images/1.png', 'images/shoe/1.png'], [0, 0, 1]),
+        # A folder above those that were asked for says nothing.
+        ('hat/holiday', ['1.png', 'sea/1.png'], [None, None]),
+    ],
+)
+def test_the_class_of_a_photograph_is_its_outermost_folder_with_the_name_of_one(tmp_path, folder, paths, labels):
+    model = timm.create_model('aft_conv_tiny', depth=1, embed_dim=8, num_heads=4, patch_size=8, num_classes=3)
+    model.pretrained_cfg.update(label_names=NAMES)
+    assert label_photographs(model, [tmp_path / folder / path for path in paths], tmp_path / folder) == labels
+
+
+def test_without_a_folder_the_class_is_the_parent_of_a_photograph():
+    model = timm.create_model('aft_conv_tiny', depth=1, embed_dim=8, num_heads=4, patch_size=8, num_classes=3)
+    model.pretrained_cfg.update(label_names=NAMES)
+    assert label_photographs(model, [Path('hat/1.png'), Path('hat/sea/1.png')]) == [0, None]
 
 
 def test_photographs_of_named_folders_are_judged_as_the_model_sees_them(tmp_path):
@@ -79,7 +120,8 @@ def test_photographs_of_named_folders_are_judged_as_the_model_sees_them(tmp_path
         image.save(paths[-1])
     shoe, hat = predict_labelled(model, paths)
     assert (shoe.is_right, hat.is_right) == (True, False)
-    assert hat.probability == pytest.approx(math.e / (math.e + 2))
+    assert hat.probability == shoe.truth_probability == pytest.approx(math.e / (math.e + 2))
+    assert hat.truth_probability == pytest.approx(1 / (math.e + 2))
     assert predict_labelled(model, paths[2:]) == []
     damaged, skipped = tmp_path / 'hat' / '0.png', SkippedImages()
     damaged.write_bytes(b'damaged')
@@ -87,7 +129,7 @@ def test_photographs_of_named_folders_are_judged_as_the_model_sees_them(tmp_path
     assert skipped.paths == {damaged}
     with pytest.raises(CorruptImageError):
         predict_labelled(model, [damaged, *paths])
-    figure = draw_examples([shoe, hat], NAMES, model, columns=2)
+    figure = draw_examples([[shoe], [hat]], NAMES, model, columns=2)
     shown = [(axes.get_title(), *(text.get_text() for text in axes.texts)) for axes in figure.axes if axes.get_title()]
     said = 'prediction (58%):\nshoe'
-    assert shown == [('truth: shoe', said), ('truth: hat', said)]
+    assert shown == [('truth: shoe', said), ('truth (21%): hat', said)]

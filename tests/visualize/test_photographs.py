@@ -1,3 +1,5 @@
+import io
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +7,7 @@ import pytest
 import timm
 import torch
 from helpers import make_folder, photographs
-from PIL import Image
+from PIL import ExifTags, Image
 from timm.data import create_transform, resolve_model_data_config
 
 from aft_vision.data import CorruptImageError, Preprocessing, create_eval_loader
@@ -83,6 +85,33 @@ def test_the_model_sees_what_evaluation_shows_it(tmp_path: Path):
     assert photograph.pixels.shape == (448, 448, 3)
     assert photograph.pixels.dtype == torch.uint8
     assert torch.equal(load_image(photograph.path, model), photograph.images)
+
+
+@pytest.mark.parametrize('kind', [bytes, bytearray, memoryview, io.BytesIO, 'temporary', 'open'])
+def test_a_photograph_is_read_from_its_path_its_bytes_or_a_stream(tmp_path: Path, kind: Any):
+    model, path = timm.create_model('aft_conv_tiny', **TINY), tmp_path / 'a.jpg'
+    # Turned, as a telephone does.
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    photographs(1, (50, 40))[0].save(path, exif=exif)
+    expected = load_photograph(path, model)
+    with tempfile.TemporaryFile() as temporary, path.open('rb') as opened:
+        temporary.write(path.read_bytes())
+        places = {'temporary': temporary, 'open': opened}
+        file = places[kind] if isinstance(kind, str) else kind(path.read_bytes())
+        found = load_photograph(file, model)
+        assert found.path == (path if kind == 'open' else Path())
+        assert torch.equal(found.pixels, expected.pixels)
+        # A stream is read from its start again, and left open.
+        assert torch.equal(load_image(file, model), expected.images)
+
+
+@pytest.mark.parametrize(
+    ('file', 'name'), [(b'no image', '8 bytes'), (b'', '0 bytes'), (io.BytesIO(b'no image'), 'a stream')]
+)
+def test_damaged_bytes_and_streams_are_said_without_their_content(file, name):
+    with pytest.raises(CorruptImageError, match=f'can be decoded, got {name}: its format is unknown'):
+        load_image(file, timm.create_model('aft_conv_tiny', **TINY))
 
 
 @pytest.mark.parametrize('channels', [1, 3])

@@ -118,11 +118,12 @@ if __name__ == '__main__':
 import torch
 
 from aft_vision.commandline import run_command
+from aft_vision.cores import LoadMeter, count_cores
 from aft_vision.devices import resolve_device
 from aft_vision.files import write_json
 from aft_vision.ops.common.choice import choices_path, describe_choices
 from tools.benchmark.printer import format_rows
-from tools.machine import LoadMeter, check_load, count_cores, describe_backends, describe_machine, refuse_load
+from tools.machine import check_load, describe_backends, describe_machine, refuse_load
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from timm.data import create_dataset, create_loader
 
+from aft_vision.cores import count_cores, cpu_seconds
 from aft_vision.data import Augmentation, create_loaders
 from aft_vision.timing import compare_rounds
 from tools.benchmark.printer import Report
-from tools.machine import count_cores, cpu_seconds
 
 # A random crop and a flip: what all of the loaders can do to an image.
 CROP = Augmentation(auto_augment=None, color_jitter=0.0, repeats=1, random_erasing=0.0, mixup=0.0, cutmix=0.0)

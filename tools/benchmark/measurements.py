@@ -41,7 +41,7 @@ PHOTOGRAPHS, PHOTOGRAPH_SIZE = 256, (400, 300)
 Make = Callable[[], Sequence[Candidate]]
 # The trainer's row: what it trains, on a batch that stays where it is.
 STEP = (
-    '--config configs/smoke/one_epoch.yaml model.depth=12 model.embed_dim=192 model.num_heads=192 model.kernel_size=11 '
+    '--config smoke/one_epoch model.depth=12 model.embed_dim=192 model.num_heads=192 model.kernel_size=11 '
     'model.patch_size=16 data.img_size=[224,224] data.batch_size=16 optim.clip_grad=null ema.decay=null '
     'ema.warmup=false'
 )

@@ -66,9 +66,10 @@ from typing import Any
 import torch
 
 from aft_vision.commandline import EXIT_CODE, run_command
+from aft_vision.cores import count_cores
 from aft_vision.files import replacing, write_json
 from tools.gpu_report.pieces import make_pieces
-from tools.machine import count_cores, describe_backends, describe_machine, read_commit
+from tools.machine import describe_backends, describe_machine, read_commit
 from tools.processes import Commands, interrupted_by_sigterm
 
 PACKAGES = ('triton', 'fla', 'omegaconf')

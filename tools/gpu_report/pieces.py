@@ -2,7 +2,7 @@
 
 import argparse
 
-from tools.machine import count_cores
+from aft_vision.cores import count_cores
 
 OPERATORS = ('conv', 'full', 'axial', 'local_causal', 'simple', 'onehot', 'simple_causal')
 MODELS = (
@@ -13,11 +13,9 @@ TINY_MODELS = '--baseline deit_tiny_patch16_224 --models aft_conv_tiny --sizes 3
 CUDA = '--device cuda --dtype bfloat16 --allow-load'
 # Trainings; where one is stopped, the next run goes on with it.
 TRAIN = 'train.imagenet --quiet run.throughput_batches=0 run.tensorboard=false'
-RECIPE = '--config configs/imagenet/deit_300e.yaml data.batch_size=256 ema.decay=null'
+RECIPE = '--config imagenet/deit_300e data.batch_size=256 ema.decay=null'
 TRAINED = ('aft_conv_small', 'deit_small_patch16_224')
-TINY_RECIPE = (
-    '--config configs/smoke/one_epoch.yaml data.batch_size=400 model.depth=1 model.embed_dim=32 model.num_heads=2'
-)
+TINY_RECIPE = '--config smoke/one_epoch data.batch_size=400 model.depth=1 model.embed_dim=32 model.num_heads=2'
 TINY_TRAINED = ('aft_conv_nano', 'deit_tiny_patch16_224')
 
 

@@ -3,9 +3,9 @@
 python -m train.fastformer --config FILE [--eval] [section.key=value ...]
 torchrun --nproc-per-node 8 -m train.fastformer --config FILE [section.key=value ...]
 
-FILE is a YAML experiment such as configs/fastformer/imdb.yaml; `section.key=value` changes one value of it, for example
-`data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Data are downloaded only by `data.kind=hub`,
-and by `cnn_dailymail` and `pubmed` without data.path.
+FILE is a YAML experiment, or the name of one of the package such as fastformer/imdb; `section.key=value` changes one
+value of it, for example `data.path=/data/imdb model.encoder_mixer=longformer run.seeds=[0,1,2]`. Data are downloaded
+only by `data.kind=hub`, and by `cnn_dailymail` and `pubmed` without data.path.
 
 Each of run.seeds is a run of its own on transformers' Trainer: the epoch that is best in validation is tested, once.
 The folder of the runs receives config.yaml (the resolved experiment), result.json (mean and standard deviation of all
@@ -25,7 +25,7 @@ from typing import Any
 
 from train.arguments import parse_args
 
-EXAMPLE = 'configs/smoke/fastformer.yaml'
+EXAMPLE = 'smoke/fastformer'
 
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
@@ -36,6 +36,8 @@ from datasets import disable_progress_bars
 from transformers.utils import logging
 
 from aft_vision.commandline import run_command
+from aft_vision.cores import limit_threads
+from aft_vision.devices import resolve_device
 from aft_vision.files import write_json
 from train.checkpoint import holds_run, lock_run
 from train.config import save_config
@@ -76,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     folder = find_run_dir(config.run.dir, args.config, Path('runs') / 'fastformer')
     if config.run.cpu_threads is not None:
         torch.set_num_threads(config.run.cpu_threads)
+    elif resolve_device(config.run.device).type == 'cpu':
+        limit_threads(by_load=args.eval)
     if args.quiet or (argv is None and not sys.stderr.isatty()):
         logging.disable_progress_bar()
         disable_progress_bars()

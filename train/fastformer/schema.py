@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from transformers.activations import ACT2FN
 
 from aft_vision.data.ranges import check_ranges, within
+from aft_vision.errors import IMPORT_HINT
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
 from train.config_layers import as_yaml
 from train.model_section import check_arguments, described, meanings_of, supported
@@ -148,6 +149,8 @@ class TextRunConfig:
         overwrite: Allow a folder that already holds runs, which are removed.
         resume: `auto` keeps finished seeds, continues an interrupted one from its last checkpoint, and starts the
             others. None starts all.
+        imports: Modules or Python files to import first, such as one with an encoder of yours: those of the file, its
+            base and the command line, where `--import` adds to them.
         seeds: Seeds of the weights, the order of the texts and dropout; one run for each.
         keep: Number of checkpoints to keep: the latest and, with two or more, the best; 1 keeps both if they differ.
         save_updates: Updates between checkpoints within an epoch; None saves only after each epoch.
@@ -168,6 +171,7 @@ class TextRunConfig:
     dir: str | None = None
     overwrite: bool = False
     resume: Literal['auto'] | None = None
+    imports: list[str] = field(default_factory=list)
     seeds: list[int] = within('[0, 4294967296)', [0, 1, 2, 3, 4])
     keep: int = within('[1, inf)', 1, 'checkpoints')
     save_updates: int | None = within('[1, inf)', None, 'updates')
@@ -244,7 +248,8 @@ class TextConfig(Experiment):
         )
         for key, names, what in named:
             if checked.get(key) is not None and checked[key] not in names:
-                raise ValueError(unknown(f'model.{key}', checked[key], names, what))
+                hint = f'; {IMPORT_HINT}' if key == 'encoder_mixer' else ''
+                raise ValueError(unknown(f'model.{key}', checked[key], names, what) + hint)
         fields = {key: value for key, value in checked.items() if key not in self.more_keys}
         try:
             text_model_config(fields, self.data.max_length, self.model_config)

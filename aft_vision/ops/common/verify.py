@@ -39,9 +39,7 @@ WIDE, WIDE_BOUND = 30.0, 1e-4
 # A process may end during a comparison; after this many unfinished ones, the comparison counts as failed.
 ATTEMPTS = 2
 UNFINISHED = f'{ATTEMPTS} comparisons with the torch form ended their processes'
-UNVERIFIED = (
-    'it was first used while a graph was captured or traced; call it once before, or run python -m tools.verify_gpu'
-)
+UNVERIFIED = 'it was first used while a graph was captured or traced; call it once before, or run aft-vision verify-gpu'
 
 # Other errors of a lack of memory: of Triton, which loads kernels past torch's allocator, and of cuBLAS.
 OUT_OF_MEMORY_MESSAGES = ('out of memory', 'ALLOC_FAILED')
