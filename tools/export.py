@@ -28,8 +28,9 @@ dynamic. The largest difference is printed, relative to the largest logit; above
 size. Use it for few heads; it loses no digits if the position bias is very negative. --form is its earlier name.
 
 --int8 then replaces the weights and inputs of the projections of an onnx file by int8, by onnxruntime.quantization.
---data is a folder of photographs: it prints how often the most likely class stays the same. --int8 alone is --int8
-dynamic, the faster in onnxruntime; static, the faster in OpenVINO, also chooses its scales from half of the photographs.
+--data is a folder of photographs: it prints how often the most likely class stays the same. --int8 alone means
+dynamic, the faster in onnxruntime; static, the faster in OpenVINO, also chooses its scales from half of the
+photographs.
 """
 
 import argparse
