@@ -17,6 +17,8 @@ SECONDS ?= 600
 FUZZ_ARGS ?=
 # Options of `make gpu`: make gpu GPU_ARGS='--data imagenette.tar --pieces a b'
 GPU_ARGS ?=
+# Names of runtimes, or options, of `make runtimes`
+RUNTIMES ?=
 # A photograph for the packaged weights, which know ten classes of ImageNet: make demo PHOTO=church.jpg
 PHOTO ?=
 WEIGHTS := $(firstword $(patsubst %.safetensors,%,$(notdir $(wildcard aft_vision/weights/*.safetensors))))
@@ -36,7 +38,7 @@ SANITIZE := -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitiz
 
 SHELL := bash
 
-.PHONY: install ffcv test oldest distributed sanitize fuzz kernels lint gpu timm-suite demo results docs findings package clean
+.PHONY: install ffcv test oldest distributed sanitize fuzz kernels lint gpu timm-suite runtimes demo results docs findings package clean
 
 install: $(STAMP)
 
@@ -96,6 +98,11 @@ gpu: $(STAMP)
 # timm's own tests/test_models.py on our models
 timm-suite: $(STAMP)
 	$(PY) tests/run_timm_suite.py $(foreach model,$(MODELS),'$(model)')
+
+# Exported files in the runtimes of others, each in an environment of its own; continues after an interruption, for hours.
+# make runtimes RUNTIMES='--again opencv tvm'
+runtimes: $(STAMP)
+	$(PY) tests/runtimes/run.py $(RUNTIMES)
 
 # With PHOTO=FILE, its classes by packaged weights, and their keys and attention on a page; then these weights fine-tuned
 # on the embedded photographs of clothing (ten classes), the accuracy at three image sizes, and the report

@@ -21,6 +21,16 @@ def test_the_load_is_that_of_others_alone(monkeypatch):
     assert meter.load() == 0.0
 
 
+def test_threads_stay_as_they_are_where_the_load_is_unknown(monkeypatch):
+    # As on macOS, which has neither.
+    monkeypatch.delattr(os, 'sched_getaffinity', raising=False)
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    monkeypatch.setattr(cores, '_used_by_others', lambda: 0.0)
+    with threads(2):
+        limit_threads()
+        assert torch.get_num_threads() == min(2, os.cpu_count() or 1)
+
+
 @pytest.mark.skipif(not os.path.exists('/proc/stat'), reason='needs Linux')
 def test_the_own_work_is_known():
     before = cores._sample()

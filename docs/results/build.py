@@ -90,6 +90,27 @@ MODELS = {
     'xcit_small_12_p16_224': ('XCiT small 12', None),
 }
 
+# Of the runtimes and the files of data/runtimes.csv.
+RUNTIMES = {
+    'opencv': 'OpenCV',
+    'opencv4': 'OpenCV',
+    'openvino': 'OpenVINO',
+    'onnxruntime_web': 'onnxruntime-web',
+    'iree': 'IREE',
+    'mnn': 'MNN',
+    'ncnn': 'ncnn, by pnnx',
+    'tvm': 'TVM',
+    'coreml': 'coremltools',
+    'litert_torch': 'litert-torch',
+    'executorch': 'ExecuTorch, XNNPACK',
+}
+FILES = {
+    'any.onnx': 'ONNX, any size',
+    'fixed.onnx': 'ONNX, one size',
+    'trace.pt': '`torch.jit.trace`',
+    'program.pt2': '`pt2 --aten`, one size',
+}
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
@@ -133,6 +154,7 @@ def main(argv: Sequence[str] | None = None, results: Path = RESULTS) -> None:
     build_recall(results)
     build_speed(results)
     build_goals(results)
+    build_runtimes(results)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -508,6 +530,39 @@ def build_goals(results: Path) -> None:
     write_blocks(
         results / 'goals.md', goals=f'{summary}\n{table(["row", "below the floor", "floor", "figures"], lines)}'
     )
+
+
+def build_runtimes(results: Path) -> None:
+    """Write how much exported files differ from PyTorch in other runtimes, and what these say where they fail."""
+    rows = read_csv(results / 'data' / 'runtimes.csv')
+    models = list(dict.fromkeys(row['model'] for row in rows))
+    cells: dict[tuple[str, str], dict[str, list[dict[str, str]]]] = {}
+    failures: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in rows:
+        title = f'{RUNTIMES.get(row["runtime"], row["runtime"])} {row["version"]}', FILES[row['file']]
+        cells.setdefault(title, {}).setdefault(row['model'], []).append(row)
+        if row['error']:
+            failures.setdefault((*title, f'`{row["error"].replace("|", "/")}`'), {})[f'`{row["model"]}`'] = None
+    lines = [[*title, *(differences(found.get(model, [])) for model in models)] for title, found in cells.items()]
+    head = ['runtime', 'files', *(f'`{model}`' for model in models)]
+    reasons = [[*title, ', '.join(names)] for title, names in failures.items()]
+    block = table(head, lines)
+    block += '\n' + table(['runtime', 'files', 'error', 'models'], reasons) if reasons else ''
+    write_blocks(results / 'exported.md', runtimes=block)
+
+
+def differences(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return the largest difference of a file's batches, and the number of those that fail, with the file's size."""
+    if not rows:
+        return ''
+    failed = [row for row in rows if row['error']]
+    if len(failed) == len(rows):
+        return 'fails'
+    found = [row['difference'] for row in rows if row['difference']]
+    worst = 'converts' if 'converts' in found else max(found, key=float)
+    share = f', {len(failed)} of {len(rows)} fail' if failed else ''
+    share += f', {len(rows)} of 3 shapes' if len(rows) < 3 else ''
+    return f'{worst}{share} ({int(rows[0]["bytes"] or 0) / 1e6:.1f} MB)'
 
 
 def draw_image_sizes(curves: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], path: Path) -> None:

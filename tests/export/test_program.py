@@ -45,6 +45,18 @@ def assert_equal(model: nn.Module, run: Any, batch: int, size: tuple[int, int]) 
     assert ((run(x) - expected).abs().max() / expected.abs().max()).item() <= 1e-5
 
 
+def opencv_runner(path: Path) -> Any:
+    """Load an ONNX file as a function of images, in OpenCV 5: version 4 takes files of one size only."""
+    cv2 = pytest.importorskip('cv2', minversion='5.0')
+    net = cv2.dnn.readNetFromONNX(str(path))
+
+    def run(x: Tensor) -> Tensor:
+        net.setInput(x.numpy())
+        return torch.from_numpy(net.forward())
+
+    return run
+
+
 @pytest.fixture(scope='module')
 def run_onnx(onnx_file):
     return onnx_runner(onnx_file[0])
@@ -89,6 +101,17 @@ def test_what_depends_on_constants_only_is_a_constant_of_the_onnx_file_however_l
     assert not [node.op_type for node in graph.node if constants.issuperset(x for x in node.input if x)]
 
 
+def test_a_file_of_aft_simple_for_one_size_has_no_constants_of_tokens(tmp_path):
+    onnx = pytest.importorskip('onnx')
+    for package in ('onnxruntime', 'onnxscript'):
+        pytest.importorskip(package)
+    model = make('aft_simple_nano')
+    export_onnx(model, tmp_path / 'model.onnx', choose_shape(model, (32, 48), fixed_size=True, batch=1))
+    shapes = [list(x.dims) for x in onnx.load(tmp_path / 'model.onnx').graph.initializer]
+    # The position embedding alone.
+    assert [shape for shape in shapes if len(shape) == 3 and shape[1] >= 24] == [[1, 25, 32]]
+
+
 def test_onnxruntime_does_not_merge_the_columns_beside_the_maps_into_the_convolution(onnx_file, tmp_path):
     onnx, onnxruntime = pytest.importorskip('onnx'), pytest.importorskip('onnxruntime')
     options = onnxruntime.SessionOptions()
@@ -105,6 +128,12 @@ def test_openvino_computes_the_same_file_at_every_size(hybrid, onnx_file, size):
     from tools.benchmark.models import openvino_runner
 
     assert_equal(hybrid, openvino_runner(onnx_file[0], 1), 3, size)
+
+
+@pytest.mark.parametrize('size', SIZES, ids=str)
+@pytest.mark.parametrize('batch', [1, 3])
+def test_opencv_computes_the_same_file_at_every_size_and_batch(hybrid, onnx_file, batch, size):
+    assert_equal(hybrid, opencv_runner(onnx_file[0]), batch, size)
 
 
 def test_an_onnx_file_says_how_images_are_prepared(onnx_file):
@@ -373,6 +402,18 @@ def test_an_onnx_file_has_no_other_names_of_its_axes_with_which_tract_would_comp
     shapes = [value.type.tensor_type.shape.dim for value in onnx.load(onnx_file[0]).graph.value_info]
     assert shapes
     assert all(axis.HasField('dim_value') for shape in shapes for axis in shape)
+
+
+def test_a_vit_of_one_size_takes_others_from_the_older_exporter_of_torch(tmp_path):
+    onnxruntime = pytest.importorskip('onnxruntime')
+    model = timm.create_model('vit_tiny_patch16_224', depth=1, embed_dim=12, img_size=64, num_classes=5).eval()
+    path, axes = tmp_path / 'model.onnx', {'images': {2: 'height', 3: 'width'}}
+    torch.onnx.export(model, (images(1, 64, 64),), path, dynamo=False, input_names=['images'], dynamic_axes=axes)
+    session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
+    # As many patches; the rows of the position embedding are those of another size.
+    assert session.run(None, {'images': images(1, 32, 128).numpy()})[0].shape == (1, 5)
+    with pytest.raises(AssertionError, match="doesn't match model"):
+        model(images(1, 32, 128))
 
 
 @pytest.mark.parametrize('size', [(70, 64), (64, 70), (33, 32), (7, 32)], ids=str)

@@ -64,6 +64,12 @@ def test_a_name_of_timm_and_its_arguments_are_taken(tmp_path, capsys):
     assert sum(x.numel() for x in model.parameters()) == sum(x.numel() for x in made.parameters())
 
 
+def test_int8_alone_is_the_faster_mode():
+    options = ['--model', 'aft_conv_tiny', '--format', 'onnx', '--out', 'model.onnx']
+    assert export.parse_args([*options, '--int8']).int8 == 'dynamic'
+    assert export.parse_args(options).int8 is None
+
+
 def test_photographs_that_cannot_be_decoded_are_left_out_of_the_scales(checkpoint, tmp_path, monkeypatch, capsys):
     chosen = []
     monkeypatch.setattr(export, 'export_onnx', lambda model, path, *args, **kwargs: path.write_bytes(b'float32') and [])

@@ -19,6 +19,7 @@ import torch
 from helpers import NO_AUGMENTATION, pretend_terminal
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from timm.data import Mixup
+from timm.data.loader import PrefetchLoader
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.utils.data import DataLoader
@@ -602,12 +603,36 @@ def test_the_updates_before_the_end_of_a_loading_process_are_saved_and_the_error
 ):
     # Torch looks for loading processes that have ended as often, in seconds.
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, '__defaults__', (0.1,))
-    loader = DataLoader(Killed(make_batches()), batch_size=None, num_workers=1, prefetch_factor=1)
+    # timm's loader starts the processes at the first batch.
+    loader = PrefetchLoader(
+        DataLoader(Killed(make_batches()), batch_size=None, num_workers=1, prefetch_factor=1),
+        device=torch.device('cpu'),
+    )
+    before = signal.getsignal(signal.SIGCHLD)
     saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
     with pytest.raises(SystemExit):
         run_command(lambda _: fit(make_state(), Loaders(loader, make_batches(), []), saver, progress=False), [])
     assert capsys.readouterr().err.startswith('error: DataLoader worker (pid')
-    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 4
+    # timm's loader holds the fourth batch.
+    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 3
+    assert signal.getsignal(signal.SIGCHLD) == before
+
+
+def test_a_batch_that_cannot_be_read_leaves_the_statistics_of_whole_updates(tmp_path):
+    class Broken(list):
+        def __iter__(self):
+            yield from self[:3]
+            raise CorruptImageError('broken')
+
+    model = nn.Sequential(nn.BatchNorm2d(3), *make_model())
+    halves = dict(optim=OptimConfig(lr=0.064, label_smoothing=0.0, accumulate=2), data=DataConfig(batch_size=16))
+    state = make_state(model, 3, **halves)
+    saver = Saver(tmp_path, DESCRIPTION, keep=1, minutes=None)
+    with pytest.raises(CorruptImageError):
+        fit(state, Loaders(Broken(make_batches()), make_batches(), []), saver, progress=False)
+    found = torch.load(tmp_path / 'last.pth', weights_only=True)
+    assert found['updates'] == 1
+    assert found['state_dict']['0.num_batches_tracked'] == 2
 
 
 def test_an_epoch_of_a_stream_that_is_trained_and_not_evaluated_is_not_trained_again(tmp_path):

@@ -1,7 +1,9 @@
 """Stored outputs of a teacher are the teacher's, and train a student as the teacher does."""
 
 import copy
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,14 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers import NO_AUGMENTATION, digest, link_photographs, losses, stop_in
+from helpers import NO_AUGMENTATION, digest, link_photographs, losses, save_model, stop_in
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
-from aft_vision.data import create_loaders
-from aft_vision.data.teacher_outputs import SKIPPED, TeacherOutputs, cut
+from aft_vision.data import CorruptImageError, Source, create_loaders
+from aft_vision.data.checked import CheckedSubset, TorchvisionDataset
+from aft_vision.data.datasets import open_train_split
+from aft_vision.data.teacher_outputs import SKIPPED, STORED, TeacherOutputs, cut, image_names
 from aft_vision.export import export_model
 from train.distill import StoredTeacher, load_teacher
 from train.imagenet import main as train
@@ -211,7 +215,7 @@ def test_an_interrupted_command_continues_where_it_was(options, outputs, tmp_pat
 
 def load(photographs: Path, outputs: TeacherOutputs, **more: Any) -> Any:
     options: dict[str, Any] = dict(augment=NO_AUGMENTATION, outputs=outputs, num_workers=0, seed=3)
-    return create_loaders(photographs, (16, 24), 10, **{**options, **more})
+    return create_loaders(more.pop('source', photographs), (16, 24), 10, **{**options, **more})
 
 
 def test_a_student_sees_the_crops_of_the_teacher_at_its_own_size(photographs, outputs):
@@ -260,7 +264,9 @@ def test_images_are_found_by_name(photographs, outputs, tmp_path):
         load(renamed, outputs)
 
 
-def test_an_image_that_cannot_be_read_is_skipped_by_teacher_and_student(photographs, options, tmp_path):
+def test_an_image_that_the_teacher_could_not_read_is_no_crop_of_a_student_and_is_read_again(
+    photographs, options, tmp_path, capsys
+):
     folder = tmp_path / 'photographs'
     for split in ('train', 'validation'):
         for path in sorted((photographs / split).rglob('*')):
@@ -268,15 +274,93 @@ def test_an_image_that_cannot_be_read_is_skipped_by_teacher_and_student(photogra
                 (folder / split / path.parent.name).mkdir(parents=True, exist_ok=True)
                 (folder / split / path.parent.name / path.name).symlink_to(path.resolve())
     broken = sorted((folder / 'train').rglob('*.jpg'))[6]
+    original = broken.resolve()
     broken.unlink()
     broken.write_bytes(b'no image')
     arguments = [*options, f'data.dir={folder}']
-    outputs = store([*arguments, '--out', str(tmp_path / 'out'), '--size', '32', '--no-accuracy'])
+    again = [*arguments, '--out', str(tmp_path / 'out'), '--size', '32', '--no-accuracy']
+    outputs = store(again)
+    assert '1 image that cannot be decoded is left out' in capsys.readouterr().out
     name = str(broken.relative_to(folder / 'train'))
     assert [outputs.names[index] for index in np.flatnonzero(outputs.arrays['state'] == SKIPPED)] == [name]
-    state = train(
-        [*arguments, 'data.on_corrupt_image=skip', f'distill.stored={outputs.folder}', f'run.dir={tmp_path / "run"}']
+    run = [*arguments, f'distill.stored={outputs.folder}', f'run.dir={tmp_path / "run"}', 'run.overwrite=true']
+    assert train([*run, 'data.on_corrupt_image=skip']).progress.updates == 4
+    # The file is whole again, and the teacher has not seen it.
+    broken.unlink()
+    broken.symlink_to(original)
+    with pytest.raises(ValueError, match=r'got none of 1 that could not be read, such as .*train\.store_teacher again'):
+        train(run)
+    loaders = load(folder, outputs, source=Source(str(folder), on_corrupt_image='skip'))
+    codes = torch.cat([crops for _, crops in loaders.train])
+    place = outputs.names.index(name)
+    assert len(codes) == 20
+    assert place not in (codes // outputs.facts.crops).tolist()
+    outputs = store(again)
+    assert outputs.count(STORED) == 20
+    assert train(run).progress.updates == 4
+
+
+def save_vit(folder: Path, num_classes: int = 5) -> Path:
+    sizes = dict(patch_size=8, img_size=32, depth=1, embed_dim=16, num_heads=1, num_classes=num_classes)
+    model = timm.create_model('vit_tiny_patch16_224', **sizes)
+    return save_model(folder / 'best.pth', 'vit_tiny_patch16_224', model, sizes)
+
+
+def test_a_data_set_without_readable_images_is_an_error(photographs, options, tmp_path):
+    folder = tmp_path / 'gone'
+    for index in range(60):
+        for split in ('train', 'validation'):
+            (folder / split / str(index % 2)).mkdir(parents=True, exist_ok=True)
+            (folder / split / str(index % 2) / f'{index}.jpg').write_bytes(b'no image')
+    path = save_vit(tmp_path, num_classes=2)
+    with pytest.raises(CorruptImageError, match='in a row'):
+        store(
+            [
+                *options,
+                f'distill.teacher={path}',
+                f'data.dir={folder}',
+                '--out',
+                str(tmp_path / 'out'),
+                '--size',
+                '32',
+                '--no-accuracy',
+            ]
+        )
+
+
+def test_a_teacher_of_fixed_size_has_its_own_by_default(options, tmp_path):
+    outputs = store(
+        [*options, f'distill.teacher={save_vit(tmp_path)}', '--out', str(tmp_path / 'out'), '--no-accuracy']
     )
+    assert outputs.facts.size == [224, 224]
+
+
+def test_images_without_names_are_those_of_a_data_set_of_as_many(photographs):
+    split = open_train_split(Source(str(photographs)))
+    unnamed = TorchvisionDataset([split.dataset[index] for index in range(20)])
+    unnamed.targets = split.dataset.targets
+    names = image_names(replace(split, dataset=unnamed))
+    part = CheckedSubset(unnamed, np.arange(10))
+    assert image_names(replace(split, dataset=part)) == names[:10]
+    fewer = TorchvisionDataset(unnamed.dataset[1:])
+    fewer.targets = unnamed.targets[1:]
+    assert not {*image_names(replace(split, dataset=fewer))} & {*names}
+    unnamed.targets = None
+    with pytest.raises(ValueError, match='lists the classes'):
+        image_names(replace(split, dataset=unnamed))
+
+
+def test_names_of_files_may_be_any(photographs, options, tmp_path):
+    folder, strange = tmp_path / 'strange', ['\u2028.jpg', 'a\rb.jpg', 'a\x0c.jpg', os.fsdecode(b'\xff.jpg')]
+    for split in ('train', 'validation'):
+        for source in sorted((photographs / split).iterdir()):
+            (folder / split / source.name).mkdir(parents=True)
+            for path, name in zip(sorted(source.iterdir()), strange, strict=False):
+                (folder / split / source.name / name).symlink_to(path.resolve())
+    arguments = [*options, f'data.dir={folder}']
+    outputs = store([*arguments, '--out', str(tmp_path / 'out'), '--size', '32', '--no-accuracy'])
+    assert {Path(name).name for name in TeacherOutputs(outputs.folder).names} == {*strange}
+    state = train([*arguments, f'distill.stored={outputs.folder}', f'run.dir={tmp_path / "run"}'])
     assert state.progress.updates == 4
 
 
@@ -317,16 +401,16 @@ def test_features_that_were_not_stored_are_an_error(options, tmp_path):
 def test_an_incomplete_or_damaged_folder_is_an_error(options, photographs, tmp_path):
     outputs = store([*options, '--out', str(tmp_path / 'out'), '--size', '32', '--no-accuracy'])
     outputs.write([3], 0)
-    with pytest.raises(ValueError, match=r'got none of 1; run train\.store_teacher again'):
+    with pytest.raises(ValueError, match=r'got those of 19; run train\.store_teacher again'):
         load(photographs, TeacherOutputs(outputs.folder))
     (outputs.folder / 'boxes.npy').write_bytes(b'')
     with pytest.raises(ValueError, match='expected the outputs of a teacher'):
         TeacherOutputs(outputs.folder)
 
 
-def save_weights(path: Path, prefix: str = '', **sizes: Any) -> torch.nn.Module:
+def save_weights(path: Path, prefix: str = '', num_classes: int = 5) -> torch.nn.Module:
     torch.manual_seed(2)
-    model = timm.create_model('test_efficientnet', num_classes=5, **sizes)
+    model = timm.create_model('test_efficientnet', num_classes=num_classes)
     torch.save({f'{prefix}{name}': tensor for name, tensor in model.state_dict().items()}, path)
     return model
 

@@ -1,6 +1,5 @@
 """The plain graph of AFT-simple (AFT Eq. 5)."""
 
-import torch
 from torch import Tensor
 
 from aft_vision.ops.common.graph import key_weights, ratio
@@ -11,4 +10,5 @@ def aft_simple(q: Tensor | None, k: Tensor, v: Tensor, mask: Tensor | None = Non
     """`ops.aft_simple` in aten (AFT Eq. 5)."""
     ek = key_weights(k, mask)
     num, den = (ek * masked_values(v, mask)).sum(1, keepdim=True), ek.sum(1, keepdim=True)
-    return gated(q, v, ratio(num, den)) + torch.zeros_like(v)
+    mixed = gated(q, v, ratio(num, den))
+    return mixed.expand_as(v).contiguous() if q is None else mixed
