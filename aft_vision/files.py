@@ -93,16 +93,19 @@ def write_json(path: str | Path, content: Any) -> None:
 
 
 @contextlib.contextmanager
-def keeping_rows(path: str | Path) -> Iterator[Callable[[Any], None]]:
+def keeping_rows(path: str | Path, finish: Callable[[Path], None] | None = None) -> Iterator[Callable[[Any], None]]:
     """Yield a function that writes one more row of a result as a line of JSON.
 
     The lines are in `PATH.part`, which replaces `path` at the end; after an error it stays if it has any. A pipe or a
     terminal is written to itself. Bytes of names that are not UTF-8 are escaped as JSON allows.
+
+    Args:
+        finish: Writes the result in another format to the path that it is given, in place of the lines.
     """
     is_file, rows = Path(path).is_file() or not Path(path).exists(), 0
     place = Path(os.path.realpath(path)) if is_file else Path(path)
     part = place.with_name(f'{place.name}.part') if is_file else place
-
+    has_lines = is_file or finish is None
     file: TextIO | None = None
 
     def open_part() -> TextIO:
@@ -111,22 +114,29 @@ def keeping_rows(path: str | Path) -> Iterator[Callable[[Any], None]]:
     def write(row: Any) -> None:
         # That of an earlier run stays until there is a row.
         nonlocal file, rows
-        file = file or open_part()
-        print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
-        rows += 1
+        if has_lines:
+            file = file or open_part()
+            print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+            rows += 1
 
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
         with contextlib.ExitStack() as stack:
             yield write
-            file = file or open_part()
+            if finish is None:
+                file = file or open_part()
     except BaseException:
         if is_file and rows:
             _logger.warning('the rows that were done are in %s: %d', part, rows)
         raise
-    if is_file:
+    if finish is None and is_file:
         with replacing(place) as whole:
             os.replace(part, whole)
+    elif finish is not None:
+        with replacing_output(place) as whole:
+            finish(whole)
+        if is_file and rows:
+            part.unlink()
 
 
 def sync_directory(directory: Path) -> None:

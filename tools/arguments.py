@@ -3,6 +3,7 @@
 import argparse
 import ast
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Add the options of reading images, and return them."""
     return [
         parser.add_argument('--max-pixels', type=parse_positive, help='data.max_image_pixels (default: 268435456)'),
-        parser.add_argument(
-            '--bits', type=int, choices=range(8, 17), default=16, metavar='8..16', help='data.bits (default: 16)'
-        ),
+        parser.add_argument('--bits', type=int, choices=range(8, 17), metavar='8..16', help='data.bits (default: 16)'),
     ]
 
 
@@ -154,11 +153,15 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def decoding(args: argparse.Namespace) -> Any:
-    """Return the Decoding of the options of `add_decoding`."""
+def decoding(args: argparse.Namespace, data: Mapping[str, Any] | None = None) -> Any:
+    """Return the Decoding of the options of `add_decoding`, by default that of the section `data` of a run."""
     from aft_vision.data import Decoding
 
-    return Decoding(bits=args.bits) if args.max_pixels is None else Decoding(args.max_pixels, args.bits)
+    data, default = data or {}, Decoding()
+    return Decoding(
+        args.max_pixels or data.get('max_image_pixels', default.max_pixels),
+        args.bits or data.get('bits', default.bits),
+    )
 
 
 def check_out(out: Path | None, *sources: Path | None) -> None:

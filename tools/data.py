@@ -47,7 +47,7 @@ def create_data_loader(
         val_seed=args.val_seed,
         num_classes=args.num_classes,
         max_image_pixels=decoding(args).max_pixels,
-        bits=args.bits,
+        bits=decoding(args).bits,
         on_corrupt_image='skip',
     )
     crop_pct = trained['crop_pct'] if args.crop_pct is None else args.crop_pct

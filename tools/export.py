@@ -34,6 +34,7 @@ photographs.
 """
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -173,8 +174,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     print(f'{args.out} is written{weights}{describe_inputs(shape, args.format)}')
     if args.format == 'web':
         if not (args.out / RUNTIME_FOLDER).is_dir():
-            print(f'The page needs onnxruntime-web: npm install --prefix {args.out} {RUNTIME}')
-        print(f'To see the page: python -m http.server --directory {args.out}')
+            print(f'The page needs onnxruntime-web: npm install --prefix {shlex.quote(str(args.out))} {RUNTIME}')
+        print(f'To see the page: python -m http.server --directory {shlex.quote(str(args.out))}')
     return args.out
 
 

@@ -12,7 +12,8 @@ Prints the most likely classes of each image with their probabilities in percent
 "classes": [{"class": ..., "probability": ...}, ...]} with probabilities in [0, 1]. --out writes this list to a .json
 file in place of the table, or to a .csv file with a row for each image: image, class, probability, and of the --top
 classes after the first class_2, probability_2 and so on. A line at the end counts the images by their most likely
-class. Images that cannot be decoded are named after all others, with exit status 2.
+class. After an interruption PATH.part has the items of the list that were done, one in a line. Images that cannot be
+decoded are named after all others, with exit status 2.
 """
 
 import argparse
@@ -21,6 +22,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,7 @@ from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.data.class_names import list_names
 from aft_vision.devices import use_device
-from aft_vision.files import replacing_output, write_json
+from aft_vision.files import keeping_rows
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import build_model, did_you_mean
 from aft_vision.sizes import resize_model
@@ -73,10 +76,12 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         For each image its path and its classes with probabilities in [0, 1], the most likely first.
 
     Raises:
-        ValueError: the model, the size or the device is not valid, or --out is read.
+        ValueError: the model, the size or the device is not valid, or --out is read or a folder.
         CorruptImageError: images cannot be decoded; the classes of all others are printed or written first.
     """
     args = parse_args(argv)
+    if args.out is not None and args.out.is_dir():
+        raise ValueError(f'expected a file, got the folder {args.out}')
     check_out(args.out, args.checkpoint, *args.images)
     device = use_device(args.device)
     photographs = list_photographs(args.images)
@@ -85,21 +90,23 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     damaged: list[str] = []
     is_table = not (args.json or args.out)
-    for file in tqdm(photographs, unit='image', leave=False, disable=True if is_table else None):
-        try:
-            images = load_image(file, model, args.size, decoding(args))
-        except CorruptImageError as error:
-            damaged.append(str(error))
-            continue
-        logits = model(images.to(device))
-        found = predictions(model, logits, args.top)
-        rows.append({'image': str(file), 'classes': [{'class': name, 'probability': chance} for name, chance in found]})
-        if is_table:
-            print('\n'.join([str(file), *(f'{100 * chance:7.1f} %  {name}' for name, chance in found)]))
+    write = partial(write_rows, rows, is_json=args.out is not None and args.out.suffix.lower() == '.json')
+    with nullcontext(lambda row: None) if args.out is None else keeping_rows(args.out, write) as keep:
+        for file in tqdm(photographs, unit='image', leave=False, disable=True if is_table else None):
+            try:
+                images = load_image(file, model, args.size, decoding(args))
+            except CorruptImageError as error:
+                damaged.append(str(error))
+                continue
+            found = predictions(model, model(images.to(device)), args.top)
+            rows.append(
+                {'image': str(file), 'classes': [{'class': name, 'probability': chance} for name, chance in found]}
+            )
+            keep(rows[-1])
+            if is_table:
+                print('\n'.join([str(file), *(f'{100 * chance:7.1f} %  {name}' for name, chance in found)]))
     if args.json:
         print(json.dumps(rows, indent=2))
-    if args.out:
-        write_rows(rows, args.out)
     if len(rows) > 1:
         # With --json, standard output is the list alone.
         print(count_classes(rows), file=sys.stderr if args.json else None)
@@ -108,19 +115,16 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the classes of images to a .json or .csv file."""
-    if path.suffix.lower() == '.json':
-        write_json(path, rows)
+def write_rows(rows: Sequence[dict[str, Any]], path: Path, is_json: bool) -> None:
+    """Write the classes of images to a file in JSON or as comma-separated values."""
+    if is_json:
+        path.write_text(json.dumps(rows, indent=2) + '\n')
         return
     most = max((len(row['classes']) for row in rows), default=1)
     columns = [
         f'{name}{end}' for end in ('', *(f'_{k}' for k in range(2, most + 1))) for name in ('class', 'probability')
     ]
-    with (
-        replacing_output(path) as output,
-        output.open('w', newline='', encoding='utf-8', errors='backslashreplace') as file,
-    ):
+    with path.open('w', newline='', encoding='utf-8', errors='backslashreplace') as file:
         writer = csv.writer(file, lineterminator='\n')
         writer.writerow(['image', *columns])
         for row in rows:

@@ -218,19 +218,21 @@ def load_report(args: argparse.Namespace, folder: Path, command: str) -> Report:
     """Load all that the report is made of."""
     device = use_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
-    summary = next((path for path in (folder / 'summary.csv', folder.parent / 'summary.csv') if path.is_file()), None)
-    config = summary and summary.parent / 'config.yaml'
-    experiment = read_config(config) if config and config.is_file() else {}
+    summary, config = (
+        next((place / name for place in (folder, folder.parent) if (place / name).is_file()), None)
+        for name in ('summary.csv', 'config.yaml')
+    )
+    experiment = read_config(config) if config else {}
     images = args.images or find_validation_images(experiment)
-    skipped = SkippedImages()
+    skipped, how = SkippedImages(), decoding(args, None if args.images else experiment['data'])
     return Report(
         model=model,
-        photographs=find_readable(images, args.max_images, skipped, decoding(args)),
+        photographs=find_readable(images, args.max_images, skipped, how),
         skipped=skipped,
         averaged=find_photographs(images, args.average_images),
         labelled=find_photographs(images, args.accuracy_images),
         folder=args.images or Path(experiment['data']['dir']),
-        decoding=decoding(args),
+        decoding=how,
         size=args.size,
         before=load_model(args.before, device) if args.before else None,
         vit=resize_model(load_model(args.vit, device), args.size) if args.vit else None,
@@ -272,7 +274,8 @@ def find_validation_images(experiment: Mapping[str, Any]) -> list[Path]:
     except ValueError as error:
         raise ValueError(f'expected the validation images of the run, or --images FOLDER: {error}') from error
     files = [Path(dataset.name_of(index)) for index in range(len(dataset))] if hasattr(dataset, 'name_of') else []
-    if not (files and files[0].is_file()):
+    # Those of a named data set may be files of a library's cache.
+    if source.name or not (files and files[0].is_file()):
         place = source.name or source.dir
         raise ValueError(f'expected --images FOLDER, as the images of the run are not files but in {place}, got none')
     return files

@@ -103,7 +103,7 @@ def open_split(args: argparse.Namespace, name: str) -> Split:
             input_key=args.input_key,
             target_key=args.target_key,
             max_image_pixels=decoding(args).max_pixels,
-            bits=args.bits,
+            bits=decoding(args).bits,
             on_corrupt_image='skip',
         )
         return open_eval_split(source)

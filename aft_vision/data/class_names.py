@@ -73,7 +73,8 @@ def class_names(model: Any) -> list[str]:
 def in_words(labels: Sequence[str]) -> list[str]:
     """Return labels of classes as they are or, if all are identifiers of ImageNet such as n01440764, their words.
 
-    Of several words for a class the first is taken; one that is that of two classes is followed by the identifier.
+    Of several words for a class the first is taken. One that is that of two classes, or of a class outside ImageNet-1k,
+    which `match_classes` does not know by its words, is followed by the identifier.
     """
     if not all(re.fullmatch(r'n\d{8}', label) for label in labels):
         return list(labels)
@@ -83,9 +84,10 @@ def in_words(labels: Sequence[str]) -> list[str]:
     except KeyError:
         # Not an identifier that ImageNet has.
         return list(labels)
-    counts = Counter(word.lower() for word in words)
+    counts, known = Counter(word.lower() for word in words), {*info.label_names()}
     return [
-        word if counts[word.lower()] == 1 else f'{word} ({label})' for word, label in zip(words, labels, strict=True)
+        word if counts[word.lower()] == 1 and label in known else f'{word} ({label})'
+        for word, label in zip(words, labels, strict=True)
     ]
 
 

@@ -1,5 +1,6 @@
 """Export as a static page that classifies photographs in a browser."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -15,9 +16,9 @@ from aft_vision.sizes import check_channels
 # The version of npm's package that the page was tried with, and where the page expects it.
 RUNTIME = 'onnxruntime-web@1.30.0'
 RUNTIME_FOLDER = 'node_modules/onnxruntime-web'
-# All that the page loads of its 130 MB.
+# The two files of the package that the page loads.
 RUNTIME_FILES = ('ort.wasm.bundle.min.mjs', 'ort-wasm-simd-threaded.wasm')
-# Those of pixels.js.
+# Filters that pixels.js implements.
 INTERPOLATIONS = ('bicubic', 'bilinear')
 
 
@@ -31,41 +32,50 @@ def export_web(
 ) -> list[Check]:
     """Write a folder whose index.html classifies photographs with onnxruntime-web, at the size of the shape.
 
-    It has model.onnx, model.json with what `describe_input` returns, and the page. A server of static files shows it;
-    the page needs no network beyond it.
+    The folder has model.onnx, model.json with what `describe_input` returns, and the page. A server of static files
+    shows it; the page needs no network beyond it.
 
     Args:
         model: A classifier of timm or of this package, of 1 or 3 channels.
-        shape: From `choose_shape`; None makes everything dynamic that can be.
+        shape: From `choose_shape`, of any batch or of 1; None makes everything dynamic that can be.
         runtime: The folder of npm's package onnxruntime-web, whose two needed files are copied to RUNTIME_FOLDER; None
             leaves it to `npm install`.
-        tolerance: As of `export_onnx`.
+        tolerance: As in `export_onnx`.
 
     Returns:
         The comparisons of `export_onnx`.
 
     Raises:
         ImportError: the `export` extra is not installed.
-        ValueError: the page cannot prepare images for the model, the runtime is no such folder, or the file differs
-            from the model by more than the tolerance.
+        ValueError: the page cannot prepare images for the model or the shape, the runtime is no such folder, or the
+            file differs from the model by more than the tolerance.
     """
     directory, shape = Path(directory), shape or choose_shape(model)
     check_channels(model, 1, 3)
     described = describe_input(model, shape.size)
-    _check(described, runtime)
-    checks = export_onnx(model, directory / 'model.onnx', shape, tolerance=tolerance)
-    with replacing(directory / 'model.json') as temporary:
-        temporary.write_text(json.dumps(described), encoding='utf-8')
-    for path in Path(__file__).with_name('page').iterdir():
-        shutil.copyfile(path, directory / path.name)
-    if runtime is not None:
-        (directory / RUNTIME_FOLDER / 'dist').mkdir(parents=True, exist_ok=True)
-        for name in RUNTIME_FILES:
-            shutil.copyfile(Path(runtime) / 'dist' / name, directory / RUNTIME_FOLDER / 'dist' / name)
+    _check_page_support(described, shape, runtime)
+    # The model last, both files of it at once: after an error the earlier one stays.
+    with replacing(directory / 'model.json') as description, replacing(directory / 'model.onnx') as program:
+        checks = export_onnx(model, program, shape, tolerance=tolerance)
+        description.write_text(json.dumps(described), encoding='utf-8')
+        for path in Path(__file__).with_name('page').iterdir():
+            _copy(path, directory / path.name)
+        if runtime is not None:
+            for name in RUNTIME_FILES:
+                _copy(Path(runtime) / 'dist' / name, directory / RUNTIME_FOLDER / 'dist' / name)
     return checks
 
 
-def _check(described: dict[str, Any], runtime: str | Path | None) -> None:
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The runtime may be that of this page.
+    with contextlib.suppress(shutil.SameFileError):
+        shutil.copyfile(source, target)
+
+
+def _check_page_support(described: dict[str, Any], shape: InputShape, runtime: str | Path | None) -> None:
+    if shape.batch not in (None, 1):
+        raise ValueError(f'expected a batch of 1 or of any size for a web page, got {shape.batch}')
     if not described['label_names']:
         raise ValueError('expected a model with a classifier, got one with num_classes=0')
     if described['interpolation'] not in INTERPOLATIONS:

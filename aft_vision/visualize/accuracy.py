@@ -43,10 +43,11 @@ class LabelledPrediction(NamedTuple):
 
 
 def label_photographs(model: Any, paths: Sequence[Path], folder: Path | None = None) -> list[int | None]:
-    """Return the class of each photograph, after which a folder is named, or None: the outermost one below `folder`.
+    """Return for each photograph the class that its outermost matching folder is named after, or None.
 
     Args:
-        folder: A folder of all of them, which may itself be named after a class; None for the parent of each.
+        folder: A folder of all of them, above which no folder counts, and which may itself be named after a class;
+            None for the parent of each.
     """
     labels, found = class_labels(model), list[int | None]([None] * len(paths))
     folders = [
@@ -68,6 +69,7 @@ def predict_labelled(
     skipped: SkippedImages | None = None,
     folder: Path | None = None,
     decoding: Decoding | None = None,
+    truths: Mapping[Path, int | None] | None = None,
 ) -> list[LabelledPrediction]:
     """Classify photographs whose folders are named after classes of the model, and leave out the others.
 
@@ -76,19 +78,18 @@ def predict_labelled(
         skipped: Receives images that cannot be decoded; None makes them errors.
         folder: As in `label_photographs`.
         decoding: Options of reading the files; None for the default ones.
+        truths: Class of each photograph or None; by default those of `label_photographs`.
     """
-    truths = {
-        path: truth
-        for path, truth in zip(paths, label_photographs(model, paths, folder), strict=True)
-        if truth is not None
-    }
-    labelled = list(truths)
+    if truths is None:
+        truths = dict(zip(paths, label_photographs(model, paths, folder), strict=True))
+    known = {path: truth for path in paths if (truth := truths[path]) is not None}
+    labelled = list(known)
     logits = [model(batch) for batch in load_batches(labelled, model, size, skipped, decoding)]
     if not logits:
         return []
     shares = torch.cat(logits).float().softmax(1).cpu()
     labelled = labelled if skipped is None else skipped.kept(labelled)
-    classes = torch.tensor([truths[path] for path in labelled])
+    classes = torch.tensor([known[path] for path in labelled])
     (probability, prediction), of_truth = shares.max(1), shares.gather(1, classes[:, None])[:, 0]
     columns = (classes, prediction, probability, of_truth)
     return [LabelledPrediction(*each) for each in zip(labelled, *(column.tolist() for column in columns), strict=True)]
@@ -190,7 +191,8 @@ def draw_confusions(answers: Sequence[LabelledPrediction], names: Sequence[str],
             if count := counts[truth, prediction]:
                 color = 'white' if shares[row, column] > 0.5 else 'black'
                 axes.text(column, row, str(count), ha='center', va='center', color=color, fontsize=8)
-    labels = [literal(textwrap.shorten(names[place], 30, placeholder='…')) for place in classes]
+    shown = [names[place] for place in classes]
+    labels = [literal(name if len(name) <= 30 else f'{name[:29]}…') for name in shown]
     axes.set_xticks(range(len(classes)), labels, rotation=90, fontsize=9)
     axes.set_yticks(range(len(classes)), labels, fontsize=9)
     axes.set(xlabel='prediction', ylabel='class')

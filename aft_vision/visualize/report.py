@@ -102,9 +102,16 @@ class Report:
         return _name(self.model)
 
     @cached_property
+    def truths(self) -> dict[Path, int | None]:
+        """Return the class of each image of `labelled` and `photographs`, which depends on the folders of all."""
+        paths = [*dict.fromkeys([*self.labelled, *self.photographs])]
+        return dict(zip(paths, label_photographs(self.model, paths, self.folder), strict=True))
+
+    @cached_property
     def answers(self) -> list[LabelledPrediction]:
         """Return the predictions on the labelled images."""
-        return predict_labelled(self.model, self.labelled, self.size, self.skipped, self.folder, self.decoding)
+        options = (self.size, self.skipped, self.folder, self.decoding, self.truths)
+        return predict_labelled(self.model, self.labelled, *options)
 
     @property
     def has_mixers(self) -> bool:
@@ -115,7 +122,7 @@ class Report:
 def report_sections(report: Report) -> list[Section]:
     """Return the sections of a page; each is built when its function is called."""
     sections = []
-    if any(place is not None for place in label_photographs(report.model, report.labelled, report.folder)):
+    if any(report.truths[path] is not None for path in report.labelled):
         for title, build in (
             ('Accuracy', _accuracy_section),
             ('Confusions', _confusion_section),
@@ -350,7 +357,7 @@ def _photograph_pictures(report: Report, photograph: Photograph, layers: Sequenc
 
 def _truth(report: Report, path: Path) -> str | None:
     """Return the name of the class that a folder of a photograph is named after, or None."""
-    (place,) = label_photographs(report.model, [path], report.folder)
+    place = report.truths[path]
     return None if place is None else class_names(report.model)[place]
 
 

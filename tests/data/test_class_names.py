@@ -34,6 +34,15 @@ def test_the_words_of_an_export_are_found_by_their_synsets_also_where_only_capit
     assert match_classes(in_words(synsets), wanted) == [synsets.index(each) for each in wanted]
 
 
+def test_the_words_of_classes_outside_imagenet_1k_are_found_by_their_synsets():
+    # organism, benthos, carpenter, which is none of the 1000 classes.
+    wanted = ['n00004475', 'n00005787', TENCH, 'n09899289', CRANE]
+    words = in_words(wanted)
+    assert [word.partition(' (')[0] for word in words[:3]] == ['organism', 'benthos', 'tench']
+    assert match_classes(words, wanted) == list(range(5))
+    assert match_classes(words, wanted[::-1]) == list(range(5))[::-1]
+
+
 def test_words_of_a_class_are_the_same_class_in_every_form_of_writing():
     for trained in ('great white shark, white shark, man-eater, man-eating shark, Carcharodon carcharias', 'n01484850'):
         for wanted in ('great white shark', 'great_white_shark', 'Great white shark', 'great white shark (n01484850)'):

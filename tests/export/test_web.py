@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,7 +23,7 @@ from helpers import photographs, save_model
 from PIL import ExifTags, Image
 from timm.data import create_transform
 
-from aft_vision.export import web
+from aft_vision.export import choose_shape, web
 from tools import export, predict
 
 PAGE = Path(web.__file__).with_name('page')
@@ -117,18 +118,52 @@ def test_the_folder_has_the_page_and_says_how_images_are_prepared(folder):
 def test_the_runtime_is_copied_from_its_package(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(web, 'export_onnx', lambda model, path, *args, **kwargs: path.write_bytes(b'onnx') and [])
     (tmp_path / 'package' / 'dist').mkdir(parents=True)
-    (tmp_path / 'out').mkdir()
-    options = ['--checkpoint', str(checkpoint), '--format', 'web', '--out', str(tmp_path / 'out')]
+    out = tmp_path / 'my page'
+    out.mkdir()
+    options = ['--checkpoint', str(checkpoint), '--format', 'web', '--out', str(out)]
     export.main(options)
-    assert f'npm install --prefix {tmp_path}/out {web.RUNTIME}' in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"npm install --prefix '{out}' {web.RUNTIME}\n" in printed
+    assert f"python -m http.server --directory '{out}'\n" in printed
     with pytest.raises(ValueError, match=r'the npm package onnxruntime-web, .*, got .*package without dist/ort'):
         export.main([*options, '--runtime', str(tmp_path / 'package')])
     for name in (*web.RUNTIME_FILES, 'others'):
         (tmp_path / 'package' / 'dist' / name).write_text(name)
     export.main([*options, '--runtime', str(tmp_path / 'package')])
     assert 'npm install' not in capsys.readouterr().out
-    copied = (tmp_path / 'out' / web.RUNTIME_FOLDER / 'dist').iterdir()
+    copied = (out / web.RUNTIME_FOLDER / 'dist').iterdir()
     assert {path.name: path.read_text() for path in copied} == {name: name for name in web.RUNTIME_FILES}
+
+
+def test_a_second_export_takes_the_runtime_of_its_own_page_and_replaces_the_model_last(tmp_path, monkeypatch):
+    model, written = timm.create_model('aft_conv_tiny', **KWARGS), ['first']
+    monkeypatch.setattr(web, 'export_onnx', lambda model, path, *args, **kwargs: path.write_text(written[-1]) and [])
+    dist = tmp_path / 'page' / web.RUNTIME_FOLDER / 'dist'
+    dist.mkdir(parents=True)
+    for name in web.RUNTIME_FILES:
+        (dist / name).write_text(name)
+    for text in ('first', 'second'):
+        written.append(text)
+        web.export_web(model, tmp_path / 'page', runtime=dist.parent)
+        assert (tmp_path / 'page' / 'model.onnx').read_text() == text
+    assert {path.name: path.read_text() for path in dist.iterdir()} == {name: name for name in web.RUNTIME_FILES}
+    (dist.parents[1] / 'other' / 'dist').mkdir(parents=True)
+    for name in web.RUNTIME_FILES:
+        (dist.parents[1] / 'other' / 'dist' / name).write_text(name)
+    # A page that cannot be written keeps its model.
+    (dist / web.RUNTIME_FILES[0]).unlink()
+    (dist / web.RUNTIME_FILES[0]).mkdir()
+    written.append('third')
+    with pytest.raises(IsADirectoryError):
+        web.export_web(model, tmp_path / 'page', runtime=dist.parents[1] / 'other')
+    assert (tmp_path / 'page' / 'model.onnx').read_text() == 'second'
+
+
+def test_a_page_of_batches_is_rejected_as_it_shows_one_photograph(tmp_path):
+    model = timm.create_model('aft_conv_tiny', **KWARGS)
+    with pytest.raises(ValueError, match='a batch of 1 or of any size for a web page, got 4'):
+        web.export_web(model, tmp_path / 'page', choose_shape(model, (48, 48), batch=4))
+    assert not (tmp_path / 'page').exists()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +235,10 @@ def test_the_page_says_what_it_lacks(folder, tmp_path):
         browser.call('Page.navigate', url=address)
         assert f'run "npm install {web.RUNTIME}"' in status(browser, 'Loading')
         browser.call('Page.navigate', url=(folder / 'index.html').as_uri())
-        assert 'python -m http.server' in browser.wait_for("document.querySelector('#status')?.textContent", 30)
+        browser.wait_for("location.protocol == 'file:' && document.readyState == 'complete'", 30)
+        # Nothing replaces it: a page of the file system may not load its script.
+        time.sleep(0.5)
+        assert 'python -m http.server' in browser.evaluate("document.querySelector('#status').textContent")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from PIL import Image
 from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.models.checkpoint import load_model
+from aft_vision.visualize import load_image
 from tools.predict import count_classes, main
 
 PHOTOGRAPHS = sorted((CLOTHING / 'validation').rglob('*.jpg'))[:3]
@@ -119,6 +121,49 @@ def test_what_can_be_decoded_is_written_before_the_others_are_named(run_folder, 
     with pytest.raises(CorruptImageError, match='1 of 2 images'):
         main([str(tmp_path / 'bad.png'), str(PHOTOGRAPHS[0]), '--checkpoint', str(run_folder), '--out', str(out)])
     assert [line.partition(',')[0] for line in out.read_text().splitlines()] == ['image', str(PHOTOGRAPHS[0])]
+
+
+@pytest.mark.parametrize('name', ['found.csv', 'found.json'])
+def test_an_interruption_keeps_the_rows_that_were_done(run_folder, tmp_path, monkeypatch, name):
+    def load(path, *arguments):
+        if path == PHOTOGRAPHS[2]:
+            raise KeyboardInterrupt
+        return load_image(path, *arguments)
+
+    out = tmp_path / name
+    out.write_text('earlier')
+    arguments = [*map(str, PHOTOGRAPHS), '--checkpoint', str(run_folder), '--out', str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr('tools.predict.load_image', load)
+        with pytest.raises(KeyboardInterrupt):
+            main(arguments)
+    assert out.read_text() == 'earlier'
+    part = tmp_path / f'{name}.part'
+    kept = [json.loads(line) for line in part.read_text().splitlines()]
+    assert [row['image'] for row in kept] == [str(path) for path in PHOTOGRAPHS[:2]]
+    assert main(arguments)[:2] == kept
+    assert out.read_text() != 'earlier'
+    assert not part.exists()
+
+
+def test_a_link_and_a_pipe_receive_the_format_of_their_own_names(run_folder, tmp_path):
+    (tmp_path / 'found.csv').symlink_to('target')
+    os.mkfifo(tmp_path / 'pipe.csv')
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / 'pipe.csv').read_text()), daemon=True)
+    reader.start()
+    for name in ('found.csv', 'pipe.csv'):
+        main([str(PHOTOGRAPHS[0]), '--checkpoint', str(run_folder), '--out', str(tmp_path / name)])
+    reader.join(30)
+    assert read == [(tmp_path / 'target').read_text()]
+    assert read[0].startswith('image,class,')
+    assert (tmp_path / 'found.csv').is_symlink()
+
+
+def test_a_folder_in_place_of_the_file_is_named_before_anything_is_classified(tmp_path):
+    (tmp_path / 'found.csv').mkdir()
+    with pytest.raises(ValueError, match=r'expected a file, got the folder .*found\.csv'):
+        main(['missing.jpg', '--model', 'aft_conv_nano', '--out', str(tmp_path / 'found.csv')])
 
 
 def test_of_many_classes_only_the_most_frequent_are_counted():

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -20,10 +21,10 @@ from matplotlib.axes import Axes
 from PIL import Image, ImageChops
 
 from aft_vision import __version__
-from aft_vision.data import CorruptImageError
+from aft_vision.data import CorruptImageError, Decoding
 from aft_vision.data.datasets import Source, open_eval_split, with_evaluation_images
 from aft_vision.models.checkpoint import load_model
-from aft_vision.visualize import predict_labelled, report_sections
+from aft_vision.visualize import Report, predict_labelled, report_sections
 from tools.report import find_validation_images, main, read_config, recorded_facts
 
 pytestmark = pytest.mark.usefixtures('coarse_pictures')
@@ -316,6 +317,47 @@ def test_images_of_a_run_that_are_not_in_files_are_asked_for(tmp_path):
         file.add(make_folder(tmp_path / 'images', {'': ['a', 'b']}, images=3), arcname='.')
     with pytest.raises(ValueError, match=r'--images FOLDER, as the images of the run are not files but in .*all\.tar'):
         find_validation_images({'data': {'dir': str(tmp_path / 'all.tar'), 'val_share': 0.5}})
+
+
+def test_images_of_a_named_data_set_are_asked_for_even_if_they_are_files(tmp_path, monkeypatch):
+    (file,) = make_folder(tmp_path, {'': ['a']}, images=1).rglob('*.png')
+
+    class Files(list):
+        def name_of(self, index):
+            return str(self[index])
+
+    split = SimpleNamespace(dataset=Files([file]))
+    monkeypatch.setattr('tools.report.open_eval_split', lambda source: split)
+    assert find_validation_images({'data': {'dir': str(tmp_path)}}) == [file]
+    with pytest.raises(ValueError, match=r'--images FOLDER, as the images of the run are not files but in hfds/birds'):
+        find_validation_images({'data': {'name': 'hfds/birds'}})
+
+
+@pytest.mark.parametrize('options', [[], ['--bits', '9', '--max-pixels', '70000']])
+def test_the_images_of_a_run_are_read_as_the_run_read_them(tmp_path, monkeypatch, options):
+    found = []
+    monkeypatch.setattr('tools.report.report_sections', lambda report: found.append(report) or ())
+    checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
+    images = make_folder(tmp_path / 'images', {'train': ['a', 'b', 'c'], 'val': ['a', 'b', 'c']}, images=1)
+    data = {'dir': str(images), 'bits': 12, 'max_image_pixels': 100_000}
+    # Without summary.csv.
+    (tmp_path / 'config.yaml').write_text(json.dumps({'data': data}))
+    main(['--checkpoint', str(checkpoint), '--size', '32', *options])
+    main(['--checkpoint', str(checkpoint), '--size', '32', '--images', str(images), *options])
+    own, given = (report.decoding for report in found)
+    assert own == (Decoding(70_000, 9) if options else Decoding(100_000, 12))
+    assert given == (Decoding(70_000, 9) if options else Decoding())
+
+
+def test_a_photograph_has_the_class_that_it_has_among_all(tmp_path):
+    model = timm.create_model('aft_conv_tiny', **CONV).eval()
+    model.pretrained_cfg['label_names'] = ['crane', 'bus', 'dog']
+    # Two synsets of these words, so that neither is the class.
+    paths = [tmp_path / name / '0.png' for name in ('bus', 'n02012849', 'n03126707')]
+    report = Report(model, photographs=paths[:2], labelled=[paths[0], paths[2]], folder=tmp_path)
+    titles = [section.title for section in report_sections(report)]
+    assert {'bus/0.png', 'n02012849/0.png'} <= {*titles}
+    assert report.truths[paths[1]] is None
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason='needs chromium on PATH')
