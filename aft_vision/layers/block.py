@@ -37,7 +37,7 @@ def check_image_size(
     elif not pad and (height % patch_size[0] != 0 or width % patch_size[1] != 0):
         raise ValueError(
             f'image height and width must be multiples of the patch size {patch_size[0]} x {patch_size[1]}, '
-            f'got {height} x {width}'
+            f'got {height} x {width}; dynamic_img_pad=True pads others'
         )
 
 
