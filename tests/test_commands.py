@@ -110,19 +110,6 @@ def test_the_keys_of_a_model_are_described_with_their_ranges():
     assert (gate.limits, gate.meaning[:5]) == ('', 'false')
 
 
-@pytest.mark.parametrize(
-    ('name', 'instead'),
-    [
-        ('tools.compare_runs', r"read each run's result\.json"),
-        ('tools.compare_seeds', r"read each run's result\.json"),
-        ('train.keys', '--keys of a trainer'),
-    ],
-)
-def test_a_command_that_is_gone_says_what_to_read(name, instead):
-    with pytest.raises(SystemExit, match=rf'error: {name} is gone: {instead}'):
-        importlib.import_module(name)
-
-
 def test_an_interrupt_ends_in_a_line(monkeypatch, capsys):
     from aft_vision.commandline import run_command
 

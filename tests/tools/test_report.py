@@ -3,7 +3,6 @@ import io
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import tarfile
@@ -33,7 +32,6 @@ CHROMIUM = next(
 )
 CONV = dict(depth=1, embed_dim=8, patch_size=8, num_heads=4, kernel_size=3, num_classes=3)
 VIT = dict(depth=1, embed_dim=8, patch_size=8, num_heads=2, num_classes=3, img_size=32)
-BIAS_OPTIONS = '--before best.pth --max-heads 3 --heads 1 3 --layers 2 --exponentiated'.split()
 VOID = {'meta', 'img', 'link', 'br'}
 SPEEDS = ('images_per_second', 'peak_memory_mb')
 
@@ -403,26 +401,14 @@ def test_each_picture_goes_next_to_the_checkpoint_or_where_it_is_wanted(picture,
     assert Image.open(path).size[1] < drawn[1].size[1]
 
 
-@pytest.mark.parametrize(
-    ('earlier', 'options', 'same'),
-    [
-        ('visualize_bias', [], ['--only', 'biases']),
-        ('visualize_bias', BIAS_OPTIONS, ['--only', 'biases', *BIAS_OPTIONS]),
-        ('visualize_keys', ['--image', 'image.png'], ['--only', 'keys', '--images', 'image.png']),
-        (
-            'visualize_keys',
-            ['--query', '2', '1', '--image', 'image.png'],
-            ['--only', 'attention', '--query', '2', '1', '--images', 'image.png'],
-        ),
-    ],
-)
-def test_an_earlier_name_draws_the_same_picture(picture, tmp_path, monkeypatch, earlier, options, same):
-    checkpoint = picture[:2]
-    monkeypatch.setattr('sys.argv', [earlier, *checkpoint, *options, '--out', 'a.png'])
-    monkeypatch.chdir(tmp_path)
-    runpy.run_module(f'tools.{earlier}', run_name='__main__')
-    main([*checkpoint, *same, '--out', 'b.png'])
-    assert Path('a.png').read_bytes() == Path('b.png').read_bytes()
+def test_the_options_of_biases_change_their_picture(picture, tmp_path):
+    pictures = [
+        main([*picture[:2], '--only', 'biases', *options.split(), '--out', str(tmp_path / f'{index}.png')]).read_bytes()
+        for index, options in enumerate(
+            ('', f'--before {picture[1]}', '--max-heads 3', '--heads 1 3', '--layers 2', '--exponentiated')
+        )
+    ]
+    assert len(set(pictures)) == 6
 
 
 def test_a_query_other_than_the_centre_is_another_picture(picture, tmp_path):
