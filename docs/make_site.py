@@ -37,7 +37,7 @@ def site_paths() -> dict[Path, str]:
     paths = {ROOT / name: new for name, new in (('README.md', 'index.md'), ('CHANGELOG.md', 'changelog.md'))}
     paths[ROOT / 'CONTRIBUTING.md'] = 'contributing.md'
     for path in sorted((ROOT / 'docs').rglob('*')):
-        if path.suffix in ('.md', '.png', '.json'):
+        if path.suffix in ('.md', '.png', '.json', '.ipynb', '.css'):
             paths[path] = path.relative_to(ROOT / 'docs').as_posix().replace('README.md', 'index.md')
     return paths
 
