@@ -59,7 +59,7 @@ RULES = {  # the longest matching prefix decides
     ),
     'aft_vision.data': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops')),
     'aft_vision.data.ffcv': Rule(('aft_vision.data', 'aft_vision.files', 'timm.data', 'einops', 'ffcv', 'numba')),
-    'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.modes', 'aft_vision.errors', 'einops', *TEXT)),
+    'aft_vision.fastformer': Rule(('aft_vision.fastformer', 'aft_vision.modes', 'einops', *TEXT)),
     'aft_vision.cores': Rule(('aft_vision.commandline',)),
     'aft_vision.devices': Rule(('aft_vision.cores', 'aft_vision.errors')),
     'aft_vision.evaluate': Rule(

@@ -9,8 +9,6 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from aft_vision.errors import IMPORT_HINT
-
 from .additive import FastformerAttention
 from .config import FastformerConfig
 
@@ -38,7 +36,8 @@ def create_encoder(config: FastformerConfig) -> nn.Module:
     """
     if config.encoder_mixer not in ENCODERS:
         raise ValueError(
-            f'encoder_mixer must be one of {sorted(ENCODERS)}, got {config.encoder_mixer!r}; {IMPORT_HINT}'
+            f'encoder_mixer must be one of {sorted(ENCODERS)}, got {config.encoder_mixer!r}; import the module that '
+            'registers it, in a command by --import MODULE_OR_FILE'
         )
     return ENCODERS[config.encoder_mixer](config)
 
