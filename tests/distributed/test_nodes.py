@@ -85,12 +85,12 @@ def start_tasks(
 ) -> list:
     """Start a task of the guide's script for SLURM on each node, as srun does, with more arguments for each."""
     _, (_, (_, address, port, *words), *_) = submit(log.parent)
-    assert words[:3] == ['python', '-m', 'train.imagenet']
+    assert words[:2] == ['aft-vision', 'train']
     started = []
     for node, more in enumerate(mine):
         variables = {'SLURM_PROCID': str(node), 'SLURM_LOCALID': '0', 'SLURM_NTASKS': '2'}
         variables |= {'MASTER_ADDR': address, 'MASTER_PORT': port}
-        arguments = [str(config) if word == 'CONFIG' else word for word in words[3:]]
+        arguments = [str(config) if word == 'CONFIG' else word for word in words[2:]]
         arguments += ['--quiet', 'run.save_minutes=1e-9', *more]
         end = interruption if interruption and interruption.rank == node else None
         started.append(nodes.start(node, train, arguments, variables, end, 'train.imagenet', log))
