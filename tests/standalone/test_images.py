@@ -45,6 +45,8 @@ torch.save(found, f'{folder}/found.pt')
 def test_folders_compute_what_their_models_compute(tmp_path):
     for name in ('transformers', 'onnx', 'onnxscript', 'onnxruntime'):
         pytest.importorskip(name)
+    # The logits of some initial weights nearly cancel.
+    torch.manual_seed(0)
     small = dict(depth=1, embed_dim=16, patch_size=8, num_heads=4, kernel_size=3)
     models = {
         'aft_conv_tiny': timm.create_model('aft_conv_tiny', num_classes=2, **small).eval(),
