@@ -140,13 +140,11 @@ def create_loaders(
         num_workers: Decoding processes per loader; 0 decodes in this process.
         device: Device of the normalised batches.
         balanced: Draw the images of each class equally often in training, those of small classes several times.
-        outputs: Outputs of a teacher for crops of the training images, one of which is drawn in place of another crop
-            and flip.
+        outputs: Those of a teacher for crops of the training images, whose numbers are then the training targets.
 
     Returns:
         Loaders of (image (B, 3, H, W), class index (B,)), B in training being batch_size / (accumulate * world_size).
-        Native shapes make the dicts of timm's NaFlex collator; the targets of mixed ones are (B, classes). With
-        `outputs` the training targets are the numbers of crops, which `StoredTeacher` takes.
+        Native shapes make the dicts of timm's NaFlex collator; the targets of mixed ones are (B, classes).
 
     Raises:
         ValueError: the data set is missing or empty, a split or the images of a class are missing, the classes of the
@@ -164,13 +162,10 @@ def create_loaders(
         _warn(source, train, validation)
         _warn_of_small_classes(train, balanced)
     read = _Reading(evaluation or Preprocessing(sizes.sizes[-1]), num_workers, torch.device(device))
-    return Loaders(
-        _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, shard, read, balanced, outputs),
-        _eval_loader(validation, eval_batch_size or images, shard, read),
-        train.class_names,
-        f'training: {train.describe()}; validation: {validation.describe()}',
-        outputs,
-    )
+    training = _train_loader(train, sizes, augment or Augmentation(), batch_size, seed, shard, read, balanced, outputs)
+    validating = _eval_loader(validation, eval_batch_size or images, shard, read)
+    description = f'training: {train.describe()}; validation: {validation.describe()}'
+    return Loaders(training, validating, train.class_names, description, outputs)
 
 
 def create_eval_loader(
