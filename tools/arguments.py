@@ -55,12 +55,18 @@ def add_decoding(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     ]
 
 
+def add_skipping(parser: argparse.ArgumentParser) -> None:
+    """Accept --skip-corrupt of earlier commands: every tool leaves out images that cannot be decoded."""
+    parser.add_argument('--skip-corrupt', action='store_true', help=argparse.SUPPRESS)
+
+
 def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> list[str]:
     """Add the options of `tools.data.create_data_loader`; --data may be optional.
 
     Returns:
         The names of those that need images.
     """
+    add_skipping(parser)
     add = parser.add_argument
     default = '' if required else ' (default: no images)'
     add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')

@@ -19,7 +19,7 @@ def test_the_loader_has_the_normalisation_of_the_training_and_skips_what_is_dama
     make_folder(tmp_path, {'extra': ['a', 'b']})
     (tmp_path / 'extra' / 'a' / '0.png').write_text('damaged')
     model = timm.create_model('resnet10t', num_classes=2, pretrained_cfg_overlay=dict(mean=(0.1,) * 3, std=(0.5,) * 3))
-    args = parse('--data', str(tmp_path), '--split', 'extra', '--workers', '0', '--batch-size', '2')
+    args = parse('--data', str(tmp_path), '--split', 'extra', '--workers', '0', '--batch-size', '2', '--skip-corrupt')
     loader, names, _ = create_data_loader(model, (16, 24), args, torch.device('cpu'))
     assert names == ['a', 'b']
     grey = torch.cat([images.flatten(1) for images, _ in loader])
