@@ -1,11 +1,15 @@
-"""Choice of a kernel's tiles: Triton's tuner, by classes of lengths and by kind of device."""
+"""Choice of a kernel's tiles: Triton's tuner, by classes of lengths and by kind of device.
+
+A launch like an earlier one goes straight to its compiled kernel.
+"""
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime import Autotuner
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -15,6 +19,16 @@ from aft_vision.ops.common.capture import is_capturing
 LENGTHS = ('T', 'height', 'width')
 Key = tuple[Hashable, ...]
 Result = TypeVar('Result')
+# Launches whose kernels a tuner knows by heart.
+MAX_LAUNCHES = 1000
+
+
+class Handle(NamedTuple):
+    """A compiled kernel, the constants after the arguments of its launches, and the sizes that its grid depends on."""
+
+    kernel: Any
+    constants: tuple[Any, ...]
+    sizes: dict[str, Any]
 
 
 class Tuner(Autotuner):
@@ -32,6 +46,7 @@ class Tuner(Autotuner):
         self.cache = _Choices(sum(name in LENGTHS for name in key))
         # Lengths come first, so that their number identifies them.
         self.keys = sorted(key, key=lambda name: name not in LENGTHS)
+        self.handles: dict[Key, Handle] = {}
 
     @classmethod
     def run_each(cls, function: Callable[[], Result], most: int | None = None) -> Iterator[Result]:
@@ -57,7 +72,7 @@ class Tuner(Autotuner):
         first = self.configs[0]
         if Tuner._choice is None:
             try:
-                return super().run(*args, **kwargs)
+                return self._run_known(*args, **kwargs)
             except torch.OutOfMemoryError:
                 # Measuring needs memory of its own, which a later call may have.
                 return self.fn.run(*args, **kwargs, **first.all_kwargs())
@@ -70,6 +85,24 @@ class Tuner(Autotuner):
             if chosen is first:
                 raise
             return self.fn.run(*args, **kwargs, **first.all_kwargs())
+
+    def _run_known(self, *args: Any, grid: Any = None, **kwargs: Any) -> Any:
+        # Triton compiles a kernel for the types of arguments, the alignment of tensors and divisors of numbers.
+        key = _current_index(), _find_kind(args), *kwargs.values()
+        handle = self.handles.get(key)
+        if handle is None:
+            kernel = super().run(*args, grid=grid, **kwargs)
+            # The interpreter has none.
+            if kernel is not None:
+                sizes = kwargs | self.best_config.all_kwargs()
+                if len(self.handles) >= MAX_LAUNCHES:
+                    self.handles.clear()
+                constants = tuple(sizes[name] for name in self.arg_names[len(args) :])
+                self.handles[key] = Handle(kernel, constants, sizes)
+            return kernel
+        found = grid(handle.sizes) if callable(grid) else grid
+        handle.kernel[*found, 1, 1](*args, *handle.constants)
+        return handle.kernel
 
     def prune_configs(self, kwargs: dict[str, Any]) -> list[triton.Config]:
         """Return the configurations that can be compared now."""
@@ -110,6 +143,19 @@ class _Choices(dict[Key, triton.Config]):
 
     def __setitem__(self, key: Key, config: triton.Config) -> None:
         super().__setitem__(self.find_class(key), config)
+
+
+def _find_kind(args: tuple[Any, ...]) -> Key:
+    return tuple(
+        [
+            (x.dtype, x.data_ptr() & 15 == 0) if isinstance(x, Tensor) else _find_kind(x) if isinstance(x, tuple) else x
+            for x in args
+        ]
+    )
+
+
+def _current_index() -> int:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
 def _current_device() -> str:

@@ -75,9 +75,11 @@ def store_results(
     num, den, Q, Y, DEN, q_strides, y_strides, den_strides, b, t, h, c, inside, C: tl.constexpr
 ):  # fmt: skip
     """Write y from its sums, and the denominators if DEN is given."""
-    y = num / tl.maximum(den, LIMIT)
+    scale = tl.maximum(den, LIMIT)
     if Q is not None:
-        y *= tl.sigmoid(load_elements(Q, q_strides, b, t, h, c, C, inside, 0.0))
+        # The sigmoid in the same division.
+        scale = scale * (1.0 + tl.exp(-load_elements(Q, q_strides, b, t, h, c, C, inside, 0.0)))
+    y = num / scale
     tl.store(Y + b * y_strides[0] + t * y_strides[1] + (h * C + c) * y_strides[2], y, mask=inside & (c < C))
     if DEN is not None:
         tl.store(DEN + b * den_strides[0] + t * den_strides[1] + h * den_strides[2], den, mask=inside)

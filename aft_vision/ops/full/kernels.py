@@ -137,9 +137,11 @@ def store_results(
     t = first + tl.arange(0, BT)
     attends = (peak > MIN_FLOAT32)[None, :] & (t < T)[:, None]
     underflowed = attends & (den < LIMIT)
-    y = num / tl.where(den < LIMIT, 1.0, den)
+    scale = tl.where(den < LIMIT, 1.0, den)
     if Q is not None:
-        y *= tl.sigmoid(load_tile(Q, b, t, c, strides[4], strides[5], T, D))
+        # The sigmoid in the same division.
+        scale *= 1.0 + tl.exp(-load_tile(Q, b, t, c, strides[4], strides[5], T, D))
+    y = num / scale
     place = t[:, None] * D + c[None, :]
     inside = (t < T)[:, None] & (c < D)[None, :]
     tl.store(Y + b * T * D + place, y, mask=inside & (underflowed == 0))
