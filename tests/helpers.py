@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -511,6 +512,36 @@ def torch_version() -> tuple[int, int]:
 
 # docs/guide/install.md: where an older one compiles the training of a model at several sizes.
 fixes_trained_sizes = pytest.mark.skipif(torch_version() < (2, 14), reason='needs torch 2.14')
+
+
+# Operations of torch that launch nothing.
+FREE = {'empty', 'empty_like', 'empty_strided', 'new_empty', 'view', 'slice', 'as_strided', 'select', 'transpose'}
+
+
+def count_launches(call: Callable[[], Any]) -> dict[str, int]:
+    """The kernels of Triton, and the operations of torch, that a call on the device of the kernels launches."""
+    from triton import knobs
+    from triton.runtime.interpreter import InterpretedFunction
+
+    found: Counter[str] = Counter()
+    run = InterpretedFunction.run
+
+    def interpret(self: Any, *args: Any, **options: Any) -> None:
+        with torch.profiler.record_function(f'launch::{self.fn.__name__}'):
+            run(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, torch.profiler.profile() as profile:
+        patch.setattr(InterpretedFunction, 'run', interpret)
+        patch.setattr(knobs.runtime, 'launch_enter_hook', lambda metadata: found.update([metadata.get()['name']]))
+        call()
+    for event in profile.events():
+        kind, _, name = event.name.partition('::')
+        outer = event.cpu_parent
+        while outer is not None and not outer.name.startswith(('launch::', 'aten::')):
+            outer = outer.cpu_parent
+        if outer is None and (kind == 'launch' or (kind == 'aten' and name not in FREE)):
+            found[name] += 1
+    return dict(found)
 
 
 def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:

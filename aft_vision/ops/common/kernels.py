@@ -22,6 +22,24 @@ def mask_if(condition, mask):
     return tl.where(condition, mask, False)
 
 
+@triton.constexpr_function
+def start_of(sizes, i):
+    """Return where the i-th of adjacent pieces of these sizes starts."""
+    return sum(tl.core._unwrap_if_constexpr(size) for size in sizes[:i])
+
+
+@triton.jit
+def load_weights(WEIGHTS, side, TARGETS: tl.constexpr, SOURCES: tl.constexpr):
+    """Load (sources, targets) of each piece of the two, targets first, of weights (side, side), 0 outside."""
+    found = ()
+    for j in tl.static_range(len(TARGETS)):
+        t = start_of(TARGETS, j) + tl.arange(0, TARGETS[j])
+        for i in tl.static_range(len(SOURCES)):
+            s = start_of(SOURCES, i) + tl.arange(0, SOURCES[i])
+            found += (tl.load(WEIGHTS + t[None, :] * side + s[:, None]),)
+    return found
+
+
 @triton.jit
 def load_seen(MASK, b, t, c, T, D):
     """Return whether tokens t of sequence b count, and channels c exist."""

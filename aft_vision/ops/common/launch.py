@@ -17,6 +17,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 from torch.profiler import record_function
+from torch.utils.weak import WeakIdKeyDictionary
 
 from aft_vision.errors import first_line
 from aft_vision.ops.common.capture import is_capturing
@@ -40,8 +41,17 @@ MIN_FLOAT32 = torch.finfo(torch.float32).min
 ALIGNED = 8
 # The longest sequences of kernels that take whole ones; and in the interpreter.
 WHOLE, WHOLE_INTERPRETED = 256, 16
+# The largest of the pieces of a sequence; and in the interpreter.
+PIECE, PIECE_INTERPRETED = 128, 16
+# The fewest sources and targets of a product.
+SOURCES, TARGETS = 16, 8
+# Bytes of weights that leave room for a second program on a multiprocessor with 227 KiB of shared memory.
+HALF_WEIGHTS = 87_000
 # Offsets in a sequence and in a bias are 32-bit integers; half of their range, because tiles extend beyond the end.
 ELEMENTS = 1 << 30
+
+# By a bias that is constant: the version of its elements, the type of products, and the weights after the second call.
+_weights = WeakIdKeyDictionary()
 
 # Held while kernels are launched: a tuner and the interpreter store the state of one launch.
 _lock = threading.RLock()
@@ -253,6 +263,73 @@ def whole_length(tokens: int, product: torch.dtype) -> int:
     least, most = (8, WHOLE_INTERPRETED) if interprets() else (64, WHOLE)
     fits = tokens <= most and (product == torch.bfloat16 or interprets())
     return max(least, 1 << (tokens - 1).bit_length()) if fits else 0
+
+
+def keeps_weights() -> bool:
+    """Return whether programs of the current GPU can keep the weights of a whole sequence in shared memory.
+
+    Those of data centers from compute capability 9.0 on have the room, and multiply from there.
+    """
+    from triton.runtime import driver
+
+    target = None if interprets() else driver.active.get_current_target()
+    return target is None or (target.backend == 'cuda' and target.arch // 10 in (9, 10))
+
+
+def known_weights(bias: Tensor, sizes: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor | None:
+    """Return the weights of a bias that takes part in a second call at least, unchanged, else None.
+
+    A bias with gradients changes with every step, and a captured graph must read the bias of its replay.
+
+    Args:
+        sizes: what the weights depend on besides the bias.
+        make: computes them, once.
+    """
+    if bias.requires_grad or bias.is_inference() or is_capturing(bias.device):
+        return None
+    key = bias.data_ptr(), bias._version, sizes
+    known, weights = _weights.get(bias, (None, None))
+    if known == key and weights is None:
+        weights = make()
+    _weights[bias] = key, weights if known == key else None
+    return _weights[bias][1]
+
+
+def pieces(tokens: int, least: int) -> tuple[int, ...]:
+    """Return powers of two, at most three, largest first, whose sum is that of the tokens or little more.
+
+    Args:
+        least: the smallest of them.
+    """
+    left, most = -(-tokens // least) * least, PIECE_INTERPRETED if interprets() else PIECE
+    found: list[int] = []
+    while left > 0:
+        # The third is the last, up to 3 * PIECE tokens.
+        up = len(found) > 1 and left <= most
+        found.append(min(most, 1 << ((left - 1).bit_length() if up else left.bit_length() - 1)))
+        left -= found[-1]
+    return tuple(found)
+
+
+def residents(device: torch.device, rows: int, weights: int) -> int:
+    """Return how many programs with stationary weights a device runs at a time.
+
+    Args:
+        rows: of a product: 64 for four warps.
+        weights: their bytes.
+    """
+    return _multiprocessors(device) * (2 if rows <= 64 and weights <= HALF_WEIGHTS else 1)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    # A CPU stands for a small device.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == 'cuda' else 1
+
+
+def programs(tiles: int, limit: int) -> int:
+    """Return a number of programs up to a limit that share the tiles evenly."""
+    return -(-tiles // -(-tiles // limit))
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """AFT-full (AFT Eq. 2): what comes before and after the product of its terms by the (T, T) weights, or all of it.
 
 Terms are (B, length, 2 D): e^k v, then e^k. `length` is T, padded to what tensor cores take. Kernels of whole sequences
-make the product too: the terms of a few channels, or the gradients of their sums, stay in shared memory.
+make the product too: the terms of a few channels, or the gradients of their sums, stay in shared memory. In the forward
+with stationary weights those of a program stay there instead, for all sequences whose channels it takes in turn.
 
 The weights and e^k are relative to two maxima, which can be at different sources, so a denominator may underflow if the
 bias and k both spread over more than 69 nats. Such elements are computed again by a joint log-sum-exp over the sources,
@@ -18,7 +19,9 @@ from aft_vision.ops.common.kernels import (
     load_row,
     load_tile,
     load_values,
+    load_weights,
     mask_if,
+    start_of,
     store_tile,
 )
 from aft_vision.ops.common.launch import tuned
@@ -29,6 +32,8 @@ REPAIR = tl.constexpr(8)
 # sequences, with that of stages.
 INTERPRETED_TILE, ELEMENTS = {'BT': 8, 'BD': 16}, ({'BT': 32, 'BD': 128}, 8)
 WHOLE = ({'BT': 32, 'BD': 32}, 8, 2), ({'BT': 64, 'BD': 32}, 8, 2), ({'BT': 64, 'BD': 64}, 8, 2)
+# Channels of a program with stationary weights: as many pairs of terms as the rows of a product of four or eight warps.
+STATIONARY = ({'BD': 32}, 4, 1), ({'BD': 64}, 8, 1)
 
 
 @triton.jit
@@ -127,6 +132,20 @@ def terms_kernel(K, V, MASK, PEAK, TERMS, T, D, length, strides, BT: tl.constexp
 
 
 @triton.jit
+def store_gated(num, den, Q, Y, DEN, b, t, c, T, D, strides):
+    """Write y and, if DEN is given, the denominators; strides of k, v and q."""
+    scale = tl.where(den < LIMIT, 1.0, den)
+    if Q is not None:
+        # The sigmoid in the same division.
+        scale *= 1.0 + tl.exp(-load_tile(Q, b, t, c, strides[4], strides[5], T, D))
+    place = t[:, None] * D + c[None, :]
+    inside = (t < T)[:, None] & (c < D)[None, :]
+    tl.store(Y + b * T * D + place, num / scale, mask=inside)
+    if DEN is not None:
+        tl.store(DEN + b * T * D + place, den, mask=inside)
+
+
+@triton.jit
 def store_results(
     num, den, peak, Q, K, V, MASK, BIAS, Y, DEN, b, first, c, T, D, strides, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
@@ -135,19 +154,12 @@ def store_results(
     The denominator of a sequence without a token is 1.
     """
     t = first + tl.arange(0, BT)
-    attends = (peak > MIN_FLOAT32)[None, :] & (t < T)[:, None]
-    underflowed = attends & (den < LIMIT)
-    scale = tl.where(den < LIMIT, 1.0, den)
-    if Q is not None:
-        # The sigmoid in the same division.
-        scale *= 1.0 + tl.exp(-load_tile(Q, b, t, c, strides[4], strides[5], T, D))
-    y = num / scale
-    place = t[:, None] * D + c[None, :]
-    inside = (t < T)[:, None] & (c < D)[None, :]
-    tl.store(Y + b * T * D + place, y, mask=inside & (underflowed == 0))
-    if DEN is not None:
-        tl.store(DEN + b * T * D + place, tl.where(attends, den, 1.0), mask=inside)
+    den = tl.where((peak > MIN_FLOAT32)[None, :] & (t < T)[:, None], den, 1.0)
+    underflowed = den < LIMIT
+    store_gated(num, den, Q, Y, DEN, b, t, c, T, D, strides)
     if tl.max(underflowed.to(tl.int32)) > 0:
+        # Other threads may have written the same elements.
+        tl.debug_barrier()
         for i in range(0, BT):
             here = tl.max(tl.where((tl.arange(0, BT) == i)[:, None], underflowed.to(tl.int32), 0), 0) > 0
             if tl.max(here.to(tl.int32)) > 0:
@@ -205,6 +217,99 @@ def whole_results_kernel(
         weights = tl.load(WEIGHTS + (first + tl.arange(0, BT))[:, None] * LENGTH + s[None, :])
         num, den = split_pair(tl.dot(weights, terms, input_precision=PRECISION))
         store_results(num, den, peak, Q, K, V, MASK, BIAS, Y, DEN, b, first, c, T, D, strides, BT, BD)
+
+
+@triton.jit
+def find_weights(BIAS, T, TARGETS: tl.constexpr, SOURCES: tl.constexpr, PRODUCT: tl.constexpr):
+    """Return exp(bias - largest of its row) as `load_weights`; a row of minus infinity sees no source."""
+    found = ()
+    for j in tl.static_range(len(TARGETS)):
+        t = start_of(TARGETS, j) + tl.arange(0, TARGETS[j])
+        most = tl.full([TARGETS[j]], MIN_FLOAT32, tl.float32)
+        for i in tl.static_range(len(SOURCES)):
+            s = start_of(SOURCES, i) + tl.arange(0, SOURCES[i])
+            most = tl.maximum(most, tl.max(load_biases(BIAS, s, t, T), 0))
+        for i in tl.static_range(len(SOURCES)):
+            s = start_of(SOURCES, i) + tl.arange(0, SOURCES[i])
+            found += (tl.exp(load_biases(BIAS, s, t, T) - most[None, :]).to(PRODUCT),)
+    return found
+
+
+@triton.jit
+def load_biases(BIAS, s, t, T):
+    """Load the biases of sources s for targets t in float32, minus infinity outside the sequence."""
+    inside = (s < T)[:, None] & (t < T)[None, :]
+    return tl.load(BIAS + t[None, :] * T + s[:, None], mask=inside, other=float('-inf')).to(tl.float32)
+
+
+@triton.jit
+def pair_rows(first, second, PRODUCT: tl.constexpr):
+    """Return (2 BD, S) from two (S, BD), eight rows of each in turn: tensor cores put them in the same threads."""
+    S: tl.constexpr = first.shape[0]
+    BD: tl.constexpr = first.shape[1]
+    pair = tl.join(first.to(PRODUCT), second.to(PRODUCT)).reshape(S, BD // 8, 8, 2)
+    return pair.permute(1, 3, 2, 0).reshape(2 * BD, S)
+
+
+@triton.jit
+def split_rows(sums):
+    """Return the products (T, BD) with both operands of `pair_rows`."""
+    BD: tl.constexpr = sums.shape[0] // 2
+    BT: tl.constexpr = sums.shape[1]
+    first, second = sums.reshape(BD // 8, 2, 8, BT).permute(0, 2, 3, 1).split()
+    return tl.trans(first.reshape(BD, BT)), tl.trans(second.reshape(BD, BT))
+
+
+@triton.jit
+def repair_channels(Q, K, V, MASK, BIAS, Y, b, c, repaired, strides, T, D, BD: tl.constexpr):
+    """Write y of all targets in the channels that are to be repaired."""
+    # Other threads may have written the same elements.
+    tl.debug_barrier()
+    for t in range(0, T):
+        mean = joint_sums(K, V, MASK, BIAS, b, t, c, strides, T, D, REPAIR, BD)[2]
+        if Q is not None:
+            mean *= tl.sigmoid(load_row(Q, b, t, c, strides[4], strides[5], D, 0.0))
+        tl.store(Y + (b * T + t) * D + c, mean, mask=repaired)
+
+
+@tuned(['T', 'D'], INTERPRETED_TILE, *STATIONARY)
+@triton.jit
+def stationary_kernel(
+    Q, K, V, MASK, BIAS, WEIGHTS, Y, DEN, B, T, D, side, strides,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, TARGETS: tl.constexpr, SOURCES: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute y, and the denominators if DEN is given; strides of k, v and q. Weights are (side, side), or None."""
+    if WEIGHTS is not None:
+        weights = load_weights(WEIGHTS, side, TARGETS, SOURCES)
+    else:
+        weights = find_weights(BIAS, T, TARGETS, SOURCES, PRODUCT)
+    tiles = tl.cdiv(D, BD)
+    for tile in range(tl.program_id(0), B * tiles, tl.num_programs(0)):
+        b, c = (tile // tiles).to(tl.int64), tile % tiles * BD + tl.arange(0, BD)
+        peak, keys, terms = tl.full([BD], MIN_FLOAT32, tl.float32), (), ()
+        for i in tl.static_range(len(SOURCES)):
+            s = start_of(SOURCES, i) + tl.arange(0, SOURCES[i])
+            k = load_keys(K, MASK, b, s, c, strides[0], strides[1], T, D)
+            peak = tl.maximum(peak, tl.max(k, 0))
+            keys += (k,)
+        for i in tl.static_range(len(SOURCES)):
+            s = start_of(SOURCES, i) + tl.arange(0, SOURCES[i])
+            ek = tl.exp(keys[i] - peak[None, :])
+            v = load_values(V, MASK, b, s, c, strides[2], strides[3], T, D)
+            terms += (pair_rows(ek * v, ek, PRODUCT),)
+        lowest = tl.full([BD], 1.0, tl.float32)
+        for j in tl.static_range(len(TARGETS)):
+            sums = tl.zeros([2 * BD, TARGETS[j]], tl.float32)
+            for i in tl.static_range(len(SOURCES)):
+                sums = tl.dot(terms[i], weights[j * len(SOURCES) + i], sums, input_precision=PRECISION)
+            num, den = split_rows(sums)
+            t = start_of(TARGETS, j) + tl.arange(0, TARGETS[j])
+            den = tl.where((peak > MIN_FLOAT32)[None, :] & (t < T)[:, None], den, 1.0)
+            store_gated(num, den, Q, Y, DEN, b, t, c, T, D, strides)
+            lowest = tl.minimum(lowest, tl.min(den, 0))
+        if tl.min(lowest) < LIMIT:
+            repaired = (lowest < LIMIT) & (c < D)
+            repair_channels(Q, K, V, MASK, BIAS, Y, b, c, repaired, strides, T, D, BD)
 
 
 @triton.jit

@@ -1,8 +1,10 @@
 """AFT-full on a GPU (AFT Eq. 2): products by the (T, T) weights.
 
-Short sequences in bfloat16 are one kernel, longer ones products of torch between Triton kernels.
+Short sequences in bfloat16 are one kernel, in the forward with its weights in shared memory if that is large enough;
+longer ones are products of torch between Triton kernels.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,13 +14,20 @@ from torch import Tensor
 from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import (
+    SOURCES,
+    TARGETS,
     as_bytes,
+    keeps_weights,
+    known_weights,
     launching,
     like,
     multiply,
     pad,
+    pieces,
     product_type,
     products,
+    programs,
+    residents,
     rows,
     strides,
     whole_length,
@@ -28,6 +37,7 @@ from aft_vision.ops.full.kernels import (
     repair_kernel,
     results_kernel,
     sources_kernel,
+    stationary_kernel,
     targets_kernel,
     terms_kernel,
     weights_kernel,
@@ -40,7 +50,7 @@ GRADIENTS = 1 << 25
 
 
 class _Call:
-    """The sizes of a call and its weights (length, length).
+    """The sizes of a call and its weights.
 
     `whole` is the length to which one kernel pads sequences, or 0 if they are too long for it.
     """
@@ -50,9 +60,17 @@ class _Call:
         self.bias, self.mask, self.product = inputs.bias.contiguous(), as_bytes(inputs.mask), product_type(self.v)
         self.B, self.T, self.D = self.v.shape
         self.length, self.whole = pad(self.T), whole_length(self.T, self.product)
-        side = self.whole or self.length
-        self.weights = torch.empty((side, side), dtype=self.product, device=self.v.device)
-        weights_kernel[(side,)](self.bias, self.weights, self.T, side)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Return the weights (length, length), or those of whole sequences."""
+        return self.make_weights(self.whole or self.length)
+
+    def make_weights(self, side: int) -> Tensor:
+        """Return the weights (side, side)."""
+        found = torch.empty((side, side), dtype=self.product, device=self.v.device)
+        weights_kernel[(side,)](self.bias, found, self.T, side)
+        return found
 
     def empty(self) -> Tensor:
         """Return a buffer (B, length, 2 D) for terms, or for the gradients of sums."""
@@ -70,6 +88,23 @@ class _Call:
             *tensors, self.T, self.D, *arguments, LENGTH=self.whole, **products(self.product)
         )
 
+    def run_stationary(self, bias: Tensor, y: Tensor, den: Tensor | None) -> None:
+        """Launch the forward over all channels of whole sequences, in programs that keep the weights."""
+        sizes = {'TARGETS': pieces(self.T, TARGETS), 'SOURCES': pieces(self.T, SOURCES)}
+        side = sum(sizes['SOURCES'])
+        weights = known_weights(bias, (side, self.product), lambda: self.make_weights(side))
+
+        def grid(tile: dict[str, int]) -> tuple[int]:
+            limit = residents(self.v.device, 2 * tile['BD'], side * side * self.product.itemsize)
+            return (programs(self.B * triton.cdiv(self.D, tile['BD']), limit),)
+
+        stationary_kernel[grid](
+            *(self.q, self.k, self.v, self.mask, self.bias, weights, y, den, self.B, self.T, self.D, side),
+            strides(self.k, self.v, self.q),
+            **sizes,
+            **products(self.product),
+        )
+
     def terms(self, peak: Tensor) -> Tensor:
         """Return the terms (B, length, 2 D), relative to the largest keys (B, D)."""
         found = self.empty()
@@ -85,7 +120,9 @@ def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
         call = _Call(inputs)
         q, k, v = call.q, call.k, call.v
         known, found, steps = (q, k, v, call.mask, call.bias), (y, den if save else None), strides(k, v, q)
-        if call.whole:
+        if call.whole and keeps_weights():
+            call.run_stationary(inputs.bias, *found)
+        elif call.whole:
             call.run_whole(whole_results_kernel, (*known, call.weights, *found), steps)
         else:
             peak, _ = largest_keys(k, call.mask)
