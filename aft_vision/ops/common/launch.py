@@ -45,8 +45,6 @@ WHOLE, WHOLE_INTERPRETED = 256, 16
 PIECE, PIECE_INTERPRETED = 128, 16
 # The fewest sources and targets of a product.
 SOURCES, TARGETS = 16, 8
-# Bytes of weights that leave room for a second program on a multiprocessor with 227 KiB of shared memory.
-HALF_WEIGHTS = 87_000
 # Offsets in a sequence and in a bias are 32-bit integers; half of their range, because tiles extend beyond the end.
 ELEMENTS = 1 << 30
 
@@ -311,19 +309,9 @@ def pieces(tokens: int, least: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def residents(device: torch.device, rows: int, weights: int) -> int:
-    """Return how many programs with stationary weights a device runs at a time.
-
-    Args:
-        rows: of a product: 64 for four warps.
-        weights: their bytes.
-    """
-    return _multiprocessors(device) * (2 if rows <= 64 and weights <= HALF_WEIGHTS else 1)
-
-
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    # A CPU stands for a small device.
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; a CPU stands for a small one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == 'cuda' else 1
 
 

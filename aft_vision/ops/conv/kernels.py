@@ -31,13 +31,26 @@ def load_elements(X, strides, b, t, h, c, C: tl.constexpr, seen, other):
 
 
 @triton.jit
-def load_sources(K, V, MASK, k_strides, v_strides, b, t, h, c, inside, T, C: tl.constexpr):
-    """Load k and v of tokens, minus infinity and 0 where they are masked or outside the sequence."""
+def load_seen(MASK, b, t, inside, T):
+    """Return which tokens count."""
     seen = mask_if(t < T, inside)
     if MASK is not None:
         seen = seen & (tl.load(MASK + b * T + t, mask=seen, other=0) != 0)
-    k = tl.load(K + b * k_strides[0] + t * k_strides[1] + h * k_strides[2], mask=seen, other=float('-inf'))
-    return k.to(tl.float32), load_elements(V, v_strides, b, t, h, c, C, seen, 0.0)
+    return seen
+
+
+@triton.jit
+def load_keys(K, strides, b, t, h, seen):
+    """Load k of tokens in float32, minus infinity where they are not seen."""
+    place = b * strides[0] + t * strides[1] + h * strides[2]
+    return tl.load(K + place, mask=seen, other=float('-inf')).to(tl.float32)
+
+
+@triton.jit
+def load_sources(K, V, MASK, k_strides, v_strides, b, t, h, c, inside, T, C: tl.constexpr):
+    """Load k and v of tokens, minus infinity and 0 where they are masked or outside the sequence."""
+    seen = load_seen(MASK, b, t, inside, T)
+    return load_keys(K, k_strides, b, t, h, seen), load_elements(V, v_strides, b, t, h, c, C, seen, 0.0)
 
 
 @triton.jit

@@ -107,6 +107,42 @@ def term_gradients(G, Y, Q, V, MASK, strides, b, head, t, s, T, C, BD: tl.conste
 
 
 @triton.jit
+def repair_targets(
+    Q, K, V, MASK, BIAS, Y, b, head, t, T, width, C, q_strides, k_strides, v_strides, y_strides,
+    PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute y of BT targets t of a head of a sequence."""
+    base, bias, den = largest_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
+    inverse = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
+    for start in range(0, C, BD):
+        c = start + tl.arange(0, BD)
+        y = tl.zeros([BT, BD], tl.float32)
+        for other in range(0, T, BT):
+            s = other + tl.arange(0, BT)
+            k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, T, width)
+            p = tl.exp((k - base[:, None]) + (w - bias[:, None]))
+            y = tl.dot(p, load_tokens(V, MASK, v_strides, b, head, s, c, T, C), y, input_precision=PRECISION)
+        y = y * inverse
+        if Q is not None:
+            y = y * tl.sigmoid(load_tokens(Q, None, q_strides, b, head, t, c, T, C))
+        place = b * y_strides[0] + t[:, None] * y_strides[1] + (head * C + c)[None, :] * y_strides[2]
+        tl.store(Y + place, y, mask=(t < T)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def repair_sequence(
+    Q, K, V, MASK, BIAS, Y, b, head, T, width, C, q_strides, k_strides, v_strides, y_strides,
+    PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute y of all targets of a head of a sequence."""
+    for start in range(0, T, BT):
+        repair_targets(
+            *(Q, K, V, MASK, BIAS, Y, b, head, start + tl.arange(0, BT), T, width, C),
+            *(q_strides, k_strides, v_strides, y_strides, PRECISION, BT, BD),
+        )
+
+
+@triton.jit
 def forward_kernel(
     Q, K, V, MASK, BIAS, Y, UNDERFLOWED, B, T, width, heads, C, q_strides, k_strides, v_strides, y_strides,
     PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -120,21 +156,10 @@ def forward_kernel(
     for pair in range(first, tl.minimum(first + FLAGS, total)):
         if tl.load(UNDERFLOWED + pair) > 0:
             b, head = tl.full([], pair // heads, tl.int64), tl.full([], pair % heads, tl.int64)
-            base, bias, den = largest_terms(K, MASK, BIAS, k_strides, b, head, t, T, width, BT)
-            inverse = tl.where(den > 0.0, 1.0 / tl.where(den > 0.0, den, 1.0), 0.0)[:, None]
-            for start in range(0, C, BD):
-                c = start + tl.arange(0, BD)
-                y = tl.zeros([BT, BD], tl.float32)
-                for other in range(0, T, BT):
-                    s = other + tl.arange(0, BT)
-                    k, w = load_logits(K, MASK, BIAS, k_strides, b, head, t, s, T, width)
-                    p = tl.exp((k - base[:, None]) + (w - bias[:, None]))
-                    y = tl.dot(p, load_tokens(V, MASK, v_strides, b, head, s, c, T, C), y, input_precision=PRECISION)
-                y = y * inverse
-                if Q is not None:
-                    y = y * tl.sigmoid(load_tokens(Q, None, q_strides, b, head, t, c, T, C))
-                place = b * y_strides[0] + t[:, None] * y_strides[1] + (head * C + c)[None, :] * y_strides[2]
-                tl.store(Y + place, y, mask=(t < T)[:, None] & (c < C)[None, :])
+            repair_targets(
+                *(Q, K, V, MASK, BIAS, Y, b, head, t, T, width, C, q_strides, k_strides, v_strides, y_strides),
+                *(PRECISION, BT, BD),
+            )
 
 
 @triton.jit

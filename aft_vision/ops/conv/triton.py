@@ -6,6 +6,7 @@ directly in the forward: they have too few products with each matrix.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +16,22 @@ from torch import Tensor
 from aft_vision.ops.common.inputs import empty_denominator, empty_output
 from aft_vision.ops.common.kernels import largest_keys
 from aft_vision.ops.common.launch import (
+    SOURCES,
+    TARGETS,
     as_bytes,
     interprets,
+    keeps_weights,
+    known_weights,
     launching,
     like,
     multiply,
+    multiprocessors,
     pad,
+    pieces,
     precision,
     product_type,
     products,
+    programs,
     rows,
     whole_length,
 )
@@ -39,7 +47,13 @@ from aft_vision.ops.conv.kernels import (
     weights_kernel,
     window_kernel,
 )
-from aft_vision.ops.conv.whole_kernels import INTERPRETED_TILE, TILES, whole_results_kernel, whole_sources_kernel
+from aft_vision.ops.conv.whole_kernels import (
+    INTERPRETED_TILE,
+    TILES,
+    stationary_kernel,
+    whole_results_kernel,
+    whole_sources_kernel,
+)
 
 # The fewest channels of a head whose product is in a function of whole sequences.
 NARROWEST = 4
@@ -49,6 +63,8 @@ DIRECT, DIRECT_INTERPRETED = 4, 2
 TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
 # Those of a tile in the interpreter, so small that small tests have several.
 INTERPRETED_ELEMENTS, INTERPRETED_SEQUENCES = 64, 4
+# Elements from one sequence to the next, of which 16 are in 32-bit integers.
+LONGEST = 1 << 26
 # Targets and sources of a tile of weights; targets and shifts of one of their gradients.
 WEIGHTS_TILE, GRADIENT_TILE = 32, 32
 # The most columns of a tile of gradients by their distance; and in the interpreter.
@@ -82,15 +98,21 @@ class _Call:
         widest = INTERPRETED_TILE['COLUMNS'] if interprets() else TILES[0][0]['COLUMNS']
         self.whole = whole_length(self.T, self.product) if NARROWEST <= self.C < widest else 0
         self.direct = self.C == 1 and (self.B <= DIRECT_INTERPRETED if interprets() else self.B <= DIRECT)
-        # Flags, all 0, of heads of sequences with underflowed targets.
-        if not self.whole:
-            self.peak, self.underflowed = largest_keys(self.k, self.mask)
-        else:
-            self.underflowed = torch.zeros((self.B, self.heads), dtype=torch.int32, device=self.k.device)
         elements, most = (INTERPRETED_ELEMENTS, INTERPRETED_SEQUENCES) if interprets() else (TILE, SEQUENCES)
         channels, few = triton.next_power_of_2(self.C), min(most, triton.next_power_of_2(self.B))
         sequences = min(few, max(1, elements // channels))
         self.tile = {'BB': sequences, 'BH': max(1, elements // (sequences * channels)), 'BC': channels, 'C': self.C}
+
+    @cached_property
+    def peak(self) -> Tensor:
+        """Return the largest keys (B, h)."""
+        found, self.underflowed = largest_keys(self.k, self.mask)
+        return found
+
+    @cached_property
+    def underflowed(self) -> Tensor:
+        """Return flags, all 0, of heads of sequences with underflowed targets."""
+        return torch.zeros((self.B, self.heads), dtype=torch.int32, device=self.k.device)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -128,6 +150,28 @@ class _Call:
         """Write y and the denominators of short sequences."""
         tensors = self.q, self.k, self.v, self.mask, self.weights(0, self.heads, self.whole), y, den, self.underflowed
         self.run_whole(whole_results_kernel, tensors, *strides(self.q, self.k, self.v, y, den))
+
+    def forward_stationary(self, kernel: Tensor, y: Tensor, den: Tensor | None) -> None:
+        """Write y and the denominators of short sequences by programs that keep the weights of a head."""
+        sizes = {'TARGETS': pieces(self.T, TARGETS), 'SOURCES': pieces(self.T, SOURCES)}
+        side, columns = sum(sizes['SOURCES']), _columns(self.C)
+        key = side, self.product, self.grid, self.window.outside
+        weights = known_weights(kernel, key, lambda: self.weights(0, self.heads, side))
+
+        def grid(tile: dict[str, int]) -> tuple[int, int]:
+            each = max(1, multiprocessors(self.v.device) // self.heads)
+            return programs(triton.cdiv(self.B, tile['COLUMNS'] // columns), each), self.heads
+
+        stationary_kernel[grid](
+            *(self.q, self.k, self.v, self.mask, self.window, weights, y, den),
+            *(self.B, self.T, self.grid[1], self.heads, side, *strides(self.q, self.k, self.v, y, den)),
+            **sizes,
+            **products(self.product),
+            C=self.C,
+            BC=columns,
+            BLOCK=self.block,
+            REPAIR=REPAIR['BT'],
+        )
 
     def backward_whole(
         self, grad: Tensor, y: Tensor, den: Tensor, dq: Tensor | None, dk: Tensor, dv: Tensor, need_bias: bool
@@ -231,6 +275,9 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
     y, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
     with launching('conv_forward', inputs.v):
         call = _Call(inputs)
+        if call.whole and keeps_weights() and max(x.stride(0) for x in (call.k, call.v, y)) < LONGEST:
+            call.forward_stationary(inputs.kernel, y, den if save else None)
+            return y, den
         if call.whole:
             call.forward_whole(y, den if save else None)
         elif call.direct:

@@ -22,12 +22,12 @@ from aft_vision.ops.common.launch import (
     launching,
     like,
     multiply,
+    multiprocessors,
     pad,
     pieces,
     product_type,
     products,
     programs,
-    residents,
     rows,
     strides,
     whole_length,
@@ -45,6 +45,8 @@ from aft_vision.ops.full.kernels import (
     whole_sources_kernel,
 )
 
+# Bytes of weights with which two programs of 32 channels share a multiprocessor with 227 KiB of shared memory.
+PAIR = 87_000
 # Elements of the bias gradients of single sequences that exist at the same time.
 GRADIENTS = 1 << 25
 
@@ -95,8 +97,8 @@ class _Call:
         weights = known_weights(bias, (side, self.product), lambda: self.make_weights(side))
 
         def grid(tile: dict[str, int]) -> tuple[int]:
-            limit = residents(self.v.device, 2 * tile['BD'], side * side * self.product.itemsize)
-            return (programs(self.B * triton.cdiv(self.D, tile['BD']), limit),)
+            pair = tile['BD'] <= 32 and side * side * self.product.itemsize <= PAIR
+            return (programs(self.B * triton.cdiv(self.D, tile['BD']), (1 + pair) * multiprocessors(self.v.device)),)
 
         stationary_kernel[grid](
             *(self.q, self.k, self.v, self.mask, self.bias, weights, y, den, self.B, self.T, self.D, side),

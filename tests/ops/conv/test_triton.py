@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import assert_matches_reference, make_inputs, nasty_biases
+from helpers import assert_matches_reference, count_launches, make_inputs, make_nasty, nasty_biases, plain
 
 from aft_vision import ops
 from aft_vision.ops import reference
@@ -83,3 +83,44 @@ def test_only_shifts_on_the_grid_count_for_the_largest_bias(global_context: bool
     kernel[:, 2:5, 1:6] -= 400.0
     inputs['kernel'] = kernel
     assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=triton_device)
+
+
+@pytest.fixture(params=['stationary', 'streamed'])
+def longer(request: pytest.FixtureRequest, triton_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Kernels of whole sequences of several pieces, which keep their weights in shared memory, or the terms."""
+    from aft_vision.ops.common import launch
+    from aft_vision.ops.conv import triton as kernels
+
+    monkeypatch.setattr(launch, 'WHOLE_INTERPRETED', 64)
+    if request.param == 'streamed':
+        monkeypatch.setattr(kernels, 'keeps_weights', lambda: False)
+    return triton_device
+
+
+@pytest.mark.parametrize('global_context', [True, False])
+def test_whole_sequences_of_several_pieces_are_exact(global_context: bool, longer: str):
+    # Sequences that a program takes in turn, one of which is masked whole.
+    inputs = make_inputs('aft_conv', (3, 7), 10, 5, 2, B=5) | {'global_context': global_context}
+    inputs['mask'] = torch.arange(21) % 5 != torch.arange(5)[:, None]
+    inputs['mask'][3] = False
+    inputs['k'][3], inputs['v'][0, 0] = float('nan'), float('inf')
+    eager = partial(ops.aft_conv, backend='eager')
+    assert_matches_reference(conv, lambda **x: eager(**x), inputs, device=longer)
+
+
+@pytest.mark.parametrize('bias', ['within_50', 'plus_minus_80'])
+def test_whole_sequences_repair_what_underflows(bias: str, longer: str):
+    inputs = make_nasty(make_inputs('aft_conv', (3, 7), 10, 5, 2, B=3), 'one_at_90', bias)
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=longer)
+
+
+def test_a_forward_of_short_sequences_is_one_launch_and_a_constant_kernel_is_expanded_once(triton_device: str):
+    inputs = plain(make_inputs('aft_conv', (2, 4), 10, 3, 2, B=3), device=triton_device)
+    found = []
+    launches = [count_launches(lambda: found.append(conv(**inputs))) for _ in range(3)]
+    alone = {'stationary_kernel': 1}
+    assert launches == [alone, alone | {'weights_kernel': 1}, alone]
+    assert torch.equal(found[0], found[2])
+    # The same numbers on another grid are another matrix.
+    turned = inputs | {'grid': (4, 2)}
+    torch.testing.assert_close(conv(**turned), ops.aft_conv(**turned, backend='eager'))
