@@ -27,3 +27,11 @@ def triton_device(monkeypatch: pytest.MonkeyPatch) -> str:
         return 'cuda'
     interpret_triton(monkeypatch)
     return 'cpu'
+
+
+@pytest.fixture
+def keeper(triton_device: str) -> torch.device:
+    """Return the device of the Triton kernels; skip the test if its programs cannot keep the weights of a sequence."""
+    if not launch.keeps_weights():
+        pytest.skip('this GPU has too little shared memory')
+    return torch.device(triton_device)

@@ -88,8 +88,9 @@ CONV = register(
             ),
             triton_form(
                 *('aft_conv', 'conv.triton', 'conv_forward', 'conv_backward'),
-                # Heads of several channels, a small window, more sequences.
+                # Heads of several channels, also on a long grid, a small window, more sequences.
                 Shape(B=2, grid=(7, 10), D=48, channels=6, window=17),
+                Shape(B=3, grid=(11, 30), D=24, channels=6, window=5),
                 Shape(B=2, grid=(7, 10), D=48, channels=1, window=3),
                 Shape(B=9, grid=(7, 10), D=48, channels=1, window=17),
             ),

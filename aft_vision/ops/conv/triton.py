@@ -1,4 +1,7 @@
-"""AFT-conv on a GPU (AFT Eq. 6): products by the Toeplitz matrix of each head, in torch, between Triton functions.
+"""AFT-conv on a GPU (AFT Eq. 6): products by the Toeplitz matrix of each head.
+
+With enough shared memory the forward of heads of several channels is one launch, in programs that keep the matrix of a
+head, or its blocks. Elsewhere the products are in torch, between Triton functions.
 
 The terms of all sequences are columns of one product with the (T, T) weights of their head. A depthwise sum would need
 fewer products, but tensor cores compute over ten in the time of one. Few sequences with a head per channel are summed
@@ -47,8 +50,10 @@ from aft_vision.ops.conv.kernels import (
     weights_kernel,
     window_kernel,
 )
+from aft_vision.ops.conv.line_kernels import lines_kernel
 from aft_vision.ops.conv.whole_kernels import (
     INTERPRETED_TILE,
+    STATIONARY,
     TILES,
     stationary_kernel,
     whole_results_kernel,
@@ -63,6 +68,8 @@ DIRECT, DIRECT_INTERPRETED = 4, 2
 TILE, SEQUENCES, WEIGHTS = 4096, 64, 1 << 25
 # Those of a tile in the interpreter, so small that small tests have several.
 INTERPRETED_ELEMENTS, INTERPRETED_SEQUENCES = 64, 4
+# Elements of the Toeplitz blocks that a program keeps, and the most of them.
+BLOCKS, OFFSETS = 60_000, 32
 # Elements from one sequence to the next, of which 16 are in 32-bit integers.
 LONGEST = 1 << 26
 # Targets and sources of a tile of weights; targets and shifts of one of their gradients.
@@ -96,7 +103,8 @@ class _Call:
         self.block = min(1024, triton.next_power_of_2(kernel.shape[-1] ** 2))
         # The length to which one function pads sequences, or 0: pieces of few channels are not contiguous enough.
         widest = INTERPRETED_TILE['COLUMNS'] if interprets() else TILES[0][0]['COLUMNS']
-        self.whole = whole_length(self.T, self.product) if NARROWEST <= self.C < widest else 0
+        self.narrow = not NARROWEST <= self.C < widest
+        self.whole = 0 if self.narrow else whole_length(self.T, self.product)
         self.direct = self.C == 1 and (self.B <= DIRECT_INTERPRETED if interprets() else self.B <= DIRECT)
         elements, most = (INTERPRETED_ELEMENTS, INTERPRETED_SEQUENCES) if interprets() else (TILE, SEQUENCES)
         channels, few = triton.next_power_of_2(self.C), min(most, triton.next_power_of_2(self.B))
@@ -167,6 +175,42 @@ class _Call:
             *(self.B, self.T, self.grid[1], self.heads, side, *strides(self.q, self.k, self.v, y, den)),
             **sizes,
             **products(self.product),
+            C=self.C,
+            BC=columns,
+            BLOCK=self.block,
+            REPAIR=REPAIR['BT'],
+        )
+
+    def find_lines(self) -> tuple[int, int, int] | None:
+        """Return the reach of the window in lines, the lines of a block of targets, and the columns of a padded line.
+
+        None where their weights do not fit, or products have operands in float32.
+        """
+        (height, width), (most, least) = self.grid, (32, 16) if interprets() else (128, 16)
+        if self.narrow or (self.product == torch.float32 and not interprets()):
+            return None
+        reach, wide = min(self.window.size // 2, height - 1), max(least, triton.next_power_of_2(width))
+        for lines in (8, 4, 2, 1):
+            elements = (2 * reach + lines) * lines * wide * wide
+            if lines * wide <= most and elements <= BLOCKS and 2 * reach + lines <= OFFSETS:
+                return reach, lines, wide
+        return None
+
+    def forward_lines(self, lines: tuple[int, int, int], y: Tensor, den: Tensor | None) -> None:
+        """Write y and the denominators of long sequences by programs that keep Toeplitz blocks of a head."""
+        columns, each = _columns(self.C), max(1, multiprocessors(self.v.device) // self.heads)
+
+        def grid(tile: dict[str, int]) -> tuple[int, int]:
+            return programs(triton.cdiv(self.B, tile['COLUMNS'] // columns), each), self.heads
+
+        # Of the largest tile.
+        after = (each * self.heads, triton.cdiv(self.grid[0], lines[1]), max(x['COLUMNS'] for x, *_ in STATIONARY))
+        lines_kernel[grid](
+            *(self.q, self.k, self.v, self.mask, self.window, y, den),
+            torch.empty(after, dtype=torch.float32, device=self.v.device),
+            *(self.B, self.T, self.grid[1], *strides(self.q, self.k, self.v, y, den)),
+            **products(self.product),
+            **dict(zip(('REACH', 'LINES', 'WIDE'), lines, strict=True)),
             C=self.C,
             BC=columns,
             BLOCK=self.block,
@@ -275,9 +319,14 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
     y, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
     with launching('conv_forward', inputs.v):
         call = _Call(inputs)
-        if call.whole and keeps_weights() and max(x.stride(0) for x in (call.k, call.v, y)) < LONGEST:
-            call.forward_stationary(inputs.kernel, y, den if save else None)
-            return y, den
+        if keeps_weights() and max(x.stride(0) for x in (call.k, call.v, y)) < LONGEST:
+            lines = None if call.whole else call.find_lines()
+            if call.whole:
+                call.forward_stationary(inputs.kernel, y, den if save else None)
+                return y, den
+            if lines is not None:
+                call.forward_lines(lines, y, den if save else None)
+                return y, den
         if call.whole:
             call.forward_whole(y, den if save else None)
         elif call.direct:

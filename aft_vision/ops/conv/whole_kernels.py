@@ -101,6 +101,30 @@ def find_weights(
 
 
 @triton.jit
+def shifted_terms(K, V, MASK, k_strides, v_strides, b, s, c, exists, peak, T, C: tl.constexpr):
+    """Return the terms of sources relative to the largest key; those of c = C are those of the key."""
+    k, v = load_sources(K, V, MASK, k_strides, v_strides, b, s, 0, c, exists, T, C)
+    return tl.exp(k - peak) * tl.where(c == C, 1.0, v)
+
+
+@triton.jit
+def repair_marked(
+    marked, Q, K, V, MASK, WINDOW, Y, first, head, T, width, C, q_strides, k_strides, v_strides, y_strides,
+    PRECISION: tl.constexpr, REPAIR: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """Compute y of a head of marked sequences, of those from `first` on."""
+    if tl.max(marked.to(tl.int32), 0) > 0:
+        # Other threads may have written the same elements.
+        tl.debug_barrier()
+        for n in range(0, BB):
+            if tl.max(((tl.arange(0, BB) == n) & marked).to(tl.int32), 0) > 0:
+                repair_sequence(
+                    *(Q, K, V, MASK, WINDOW, Y, tl.full([], first + n, tl.int64), head, T, width, C),
+                    *(q_strides, k_strides, v_strides, y_strides, PRECISION, REPAIR, REPAIR),
+                )
+
+
+@triton.jit
 def move(X, strides, b, head, C: tl.constexpr):
     """Return the pointer to the first element of a head of sequence b, or None for None."""
     found = None
@@ -141,8 +165,7 @@ def stationary_kernel(
             peak = tl.maximum(peak, tl.max(keys, 0)[None, :, :])
         for i in tl.static_range(len(SOURCES)):
             s = start_of(SOURCES, i) + tl.arange(0, SOURCES[i])[:, None, None]
-            keys, values = load_sources(k, v, mask, k_strides, v_strides, b, s, 0, c, exists, T, C)
-            x = tl.exp(keys - peak) * tl.where(c == C, 1.0, values)
+            x = shifted_terms(k, v, mask, k_strides, v_strides, b, s, c, exists, peak, T, C)
             terms += (tl.trans(x.reshape(SOURCES[i], COLUMNS).to(PRODUCT)),)
         lowest = tl.full([1, BB, 1], 1.0, tl.float32)
         for j in tl.static_range(len(TARGETS)):
@@ -154,16 +177,10 @@ def stationary_kernel(
             store_results(*(num, den, q, y, den_, q_strides, y_strides, den_strides, b, t, 0, c, exists & (t < T), C))
             lowest = tl.minimum(lowest, tl.min(tl.where(t < T, den, 1.0), 0)[None, :, :])
         underflowed = exists & (lowest < LIMIT) & (peak > MIN_FLOAT32)
-        if tl.max(underflowed.to(tl.int32).reshape(BB), 0) > 0:
-            # Other threads may have written the same elements.
-            tl.debug_barrier()
-            for n in range(0, BB):
-                here = (tl.arange(0, BB) == n) & underflowed.reshape(BB)
-                if tl.max(here.to(tl.int32), 0) > 0:
-                    repair_sequence(
-                        *(Q, K, V, MASK, WINDOW, Y, tl.full([], first + n, tl.int64), head, T, width, C),
-                        *(q_strides, k_strides, v_strides, y_strides, PRECISION, REPAIR, REPAIR),
-                    )
+        repair_marked(
+            *(underflowed.reshape(BB), Q, K, V, MASK, WINDOW, Y, first, head, T, width, C),
+            *(q_strides, k_strides, v_strides, y_strides, PRECISION, REPAIR, BB),
+        )
 
 
 @tuned(['T', 'C'], INTERPRETED_TILE, *TILES)

@@ -114,8 +114,55 @@ def test_whole_sequences_repair_what_underflows(bias: str, longer: str):
     assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=longer)
 
 
-def test_a_forward_of_short_sequences_is_one_launch_and_a_constant_kernel_is_expanded_once(triton_device: str):
-    inputs = plain(make_inputs('aft_conv', (2, 4), 10, 3, 2, B=3), device=triton_device)
+@pytest.mark.parametrize('keeps', [True, False])
+@pytest.mark.parametrize(
+    ('grid', 'size', 'bias'),
+    [((7, 5), 5, 'ordinary'), ((2, 17), 1, 'ordinary'), ((4, 5), 25, 'ordinary'), ((5, 4), 3, 'plus_minus_80')],
+)
+def test_long_grids_are_exact(
+    grid: tuple[int, int],
+    size: int,
+    bias: str,
+    keeps: bool,
+    triton_device: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # Lines above and below the window, lines that do not fill a block of targets, and a window beyond the grid.
+    from aft_vision.ops.conv import triton as kernels
+
+    monkeypatch.setattr(kernels, 'keeps_weights', lambda: keeps)
+    nasty = bias != 'ordinary'
+    inputs = make_inputs('aft_conv', grid, 8, size, 2, B=1 if nasty else 3)
+    if nasty:
+        inputs = make_nasty(inputs, 'one_at_90', bias)
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=nasty, device=triton_device)
+
+
+@pytest.mark.parametrize('global_context', [True, False])
+def test_a_mask_hides_tokens_of_a_long_grid(global_context: bool, triton_device: str):
+    inputs = plain(make_inputs('aft_conv', (7, 5), 10, 3, 2, B=3), device=triton_device)
+    inputs |= {'global_context': global_context, 'mask': torch.arange(35, device=triton_device).expand(3, 35) % 5 != 2}
+    inputs['mask'][1] = False
+    hidden = ~inputs['mask'][..., None]
+    shown = inputs | {'v': inputs['v'].masked_fill(hidden, float('nan'))}
+    torch.testing.assert_close(conv(**shown), ops.aft_conv(**inputs, backend='eager'))
+
+
+def test_a_very_negative_kernel_at_a_dominating_key_of_a_long_grid_loses_no_digits(triton_device: str):
+    inputs = make_inputs('aft_conv', (7, 5), 4, 3, 1)
+    inputs['k'][:, 17], inputs['kernel'] = 20.0, inputs['kernel'] - 20.0
+    assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=triton_device)
+
+
+def test_a_forward_on_a_long_grid_is_one_launch(keeper: torch.device):
+    grid, dtype = ((7, 5), torch.float32) if keeper.type == 'cpu' else ((17, 17), torch.bfloat16)
+    inputs = plain(make_inputs('aft_conv', grid, 10, 3, 2, B=3), dtype, str(keeper))
+    assert count_launches(lambda: conv(**inputs)) == {'lines_kernel': 1}
+
+
+def test_a_forward_of_short_sequences_is_one_launch_and_a_constant_kernel_is_expanded_once(keeper: torch.device):
+    dtype = torch.float32 if keeper.type == 'cpu' else torch.bfloat16
+    inputs = plain(make_inputs('aft_conv', (2, 4), 10, 3, 2, B=3), dtype, str(keeper))
     found = []
     launches = [count_launches(lambda: found.append(conv(**inputs))) for _ in range(3)]
     alone = {'stationary_kernel': 1}

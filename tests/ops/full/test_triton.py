@@ -76,17 +76,21 @@ def test_a_gate_beyond_the_range_of_the_exponential_is_0_or_1(longer: str):
     assert torch.equal(y[..., 1], ungated[..., 1])
 
 
-def test_a_forward_of_a_whole_sequence_is_one_launch(triton_device: str):
-    q, k, v = (x.float().to(triton_device) for x in make_qkv(B=2, T=7, D=40))
-    bias = randn(7, 7, seed=3).float().to(triton_device)
-    mask = torch.ones(2, 7, dtype=torch.bool, device=triton_device)
+def single(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return x.to(device, torch.float32 if device.type == 'cpu' else torch.bfloat16)
+
+
+def test_a_forward_of_a_whole_sequence_is_one_launch(keeper: torch.device):
+    q, k, v = (single(x, keeper) for x in make_qkv(B=2, T=7, D=40))
+    bias = single(randn(7, 7, seed=3), keeper)
+    mask = torch.ones(2, 7, dtype=torch.bool, device=keeper)
     bias.requires_grad_()
     assert count_launches(lambda: full(q, k, v, bias, mask)) == {'stationary_kernel': 1}
 
 
-def test_a_constant_bias_is_exponentiated_once_until_it_changes(triton_device: str):
-    q, k, v = (x.float().to(triton_device) for x in make_qkv(B=2, T=7, D=3))
-    bias, other = (randn(7, 7, seed=seed).float().to(triton_device) for seed in (3, 4))
+def test_a_constant_bias_is_exponentiated_once_until_it_changes(keeper: torch.device):
+    q, k, v = (single(x, keeper) for x in make_qkv(B=2, T=7, D=3))
+    bias, other = (single(randn(7, 7, seed=seed), keeper) for seed in (3, 4))
     found = []
     launches = [count_launches(lambda: found.append(full(q, k, v, bias))) for _ in range(4)]
     alone = {'stationary_kernel': 1}
