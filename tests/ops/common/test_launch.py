@@ -1,10 +1,14 @@
 """Where the Triton kernels run, what runs where they do not, and their values at real sizes on a GPU."""
 
+import json
 import logging
+import subprocess
+import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -293,12 +297,13 @@ def test_each_tuning_depends_on_arguments_and_none_on_the_batch(triton_device: s
     from aft_vision.ops.causal import simple_kernels as simple_causal
     from aft_vision.ops.conv import direct_kernels as direct
     from aft_vision.ops.conv import kernels as conv
+    from aft_vision.ops.conv import line_kernels as lines
     from aft_vision.ops.conv import onehot_kernels as onehot
     from aft_vision.ops.conv import whole_kernels as whole
     from aft_vision.ops.full import kernels as full
     from aft_vision.ops.simple import kernels as simple
 
-    modules = axial, conv, direct, full, local_causal, local_backward, onehot, simple, simple_causal, whole
+    modules = axial, conv, direct, full, lines, local_causal, local_backward, onehot, simple, simple_causal, whole
     kernels = [x for module in modules for x in vars(module).values()]
     tuners = [kernel for kernel in kernels if hasattr(kernel, 'keys') and hasattr(kernel, 'configs')]
     assert len(tuners) >= 20
@@ -391,3 +396,66 @@ def test_a_shape_first_met_in_a_capture_runs_untimed():
     graph.replay()
     torch.cuda.synchronize()
     assert_close(y.cpu(), ops.aft_simple(*(x.cpu().double() for x in inputs), backend='eager'), 2e-2)
+
+
+@pytest.mark.parametrize('tokens', [1, 9, 40, 49, 63, 120, 144, 177, 196, 197, 232, 248, 250, 256])
+def test_pieces_of_a_sequence_are_few_powers_of_two_that_hold_it(tokens: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    targets, sources = launch.pieces(tokens, launch.TARGETS), launch.pieces(tokens, launch.SOURCES)
+    for found, least in ((targets, launch.TARGETS), (sources, launch.SOURCES)):
+        assert len(found) <= 3
+        assert all(size & (size - 1) == 0 and least <= size <= launch.PIECE for size in found)
+        assert list(found) == sorted(found, reverse=True)
+        assert tokens <= sum(found) <= tokens + max(least, tokens / 3)
+    assert sum(targets) <= sum(sources)
+    if tokens == 197:
+        assert (targets, sources) == ((128, 64, 8), (128, 64, 16))
+
+
+@pytest.mark.parametrize(
+    ('tiles', 'limit', 'expected'), [(1, 132, 1), (132, 132, 132), (133, 132, 67), (3072, 264, 256)]
+)
+def test_programs_share_tiles_evenly(tiles: int, limit: int, expected: int):
+    assert launch.programs(tiles, limit) == expected
+
+
+# In a process without the interpreter: the kernels of this one may be for it. Bytes of shared memory and warps of each
+# kernel that a forward launches, and its products on tensor cores of that GPU.
+SCRIPT = """
+import json, torch
+from aft_vision.ops.common import targets, verify
+from aft_vision.ops.common.tuner import Tuner
+from aft_vision.ops.declaration import OPERATIONS, Shape
+found = []
+for name, shape in (('aft_full', Shape(8, (1, 197), 384, 1, 1)), ('aft_conv', Shape(8, (32, 32), 384, 24, 3))):
+    with targets._targeting('9.0') as (compiled, refused):
+        inputs = verify.draw_inputs(OPERATIONS[name], shape, (torch.bfloat16,), torch.device('cpu'))
+        form = verify.triton_form(OPERATIONS[name])
+        list(Tuner.run_each(lambda: form.forward(inputs, False), 1))
+    kernels = [(x.name, x.metadata.shared, 'wgmma.mma_async' in x.asm['ptx']) for x in compiled.values()]
+    found.append([kernels, len(refused)])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_forward_is_one_kernel_whose_weights_fit_shared_memory(tmp_path: Path):
+    pytest.importorskip('triton', minversion='3.6')
+    environment = {
+        'PATH': '/usr/bin:/bin',
+        'PYTHONPATH': str(Path(__file__).parents[3]),
+        'TRITON_CACHE_DIR': str(tmp_path),
+        'OMP_NUM_THREADS': '1',
+    }
+    done = subprocess.run([sys.executable, '-c', SCRIPT], env=environment, check=True, capture_output=True, text=True)
+    (full, _), (conv, _) = found = json.loads(done.stdout)
+    assert [refused for _, refused in found] == [0, 0]
+    # 200 x 208 weights of 2 bytes, and two programs on a multiprocessor of 228 KiB, each with 1 KiB of its own.
+    [(name, shared, on_tensor_cores)] = full
+    assert name == 'stationary_kernel'
+    assert 2 * 200 * 208 < shared <= 113 * 1024
+    assert on_tensor_cores
+    [(name, shared, on_tensor_cores)] = conv
+    assert name == 'lines_kernel'
+    assert shared <= 227 * 1024
+    assert on_tensor_cores

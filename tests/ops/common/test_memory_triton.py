@@ -136,7 +136,7 @@ def test_the_checker_finds_a_wrong_access(body: Callable[..., None], words: str,
 
 
 @pytest.mark.parametrize('spread', [1.0, 30.0], ids=['ordinary', 'underflowing'])
-@pytest.mark.parametrize('name', [*KERNELS, 'full whole', 'conv whole', 'conv direct'])
+@pytest.mark.parametrize('name', [*KERNELS, 'full whole', 'conv whole', 'conv lines', 'conv direct'])
 def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: str, spread: float, checker: Checker):
     from aft_vision.ops.common import verify
 
@@ -144,7 +144,7 @@ def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: s
     # Tokens that fill more than one tile and not the next.
     grid, channels = {
         **{'conv': ((5, 7), 2), 'onehot': ((3, 7), 2), 'axial': ((3, 7), 2), 'local_causal': ((5, 7), 1)},
-        **{'full whole': ((3, 5), 1), 'conv whole': ((3, 5), 4), 'conv direct': ((5, 2), 1)},
+        **{'full whole': ((3, 5), 1), 'conv whole': ((3, 5), 4), 'conv lines': ((5, 7), 4), 'conv direct': ((5, 2), 1)},
     }.get(name, ((3, 7), 1))
     operation = OPERATIONS[f'aft_{name.split()[0]}']
     B, D = (2, max(6, 2 * channels)) if spread == 1.0 else (1, max(2, channels))
