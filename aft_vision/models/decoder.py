@@ -11,8 +11,8 @@ from timm.layers import LayerNorm
 from timm.models import checkpoint
 from torch import Tensor, nn
 
+from aft_vision.layers.base import CAUSAL_MIXERS, split_arguments, undecayed
 from aft_vision.layers.causal import CausalBlock
-from aft_vision.layers.mixers import CAUSAL_MIXERS, split_arguments
 from aft_vision.models.session import DecoderState, Session, can_check_values, check_given
 from aft_vision.modes import in_evaluation
 
@@ -120,10 +120,10 @@ class AFTDecoder(nn.Module):
         return self.pos_embed.device
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of all parameters except the weights of linear layers; a tied head does not decay either."""
+        """Return all parameters but the weights of linear layers, and of these a tied head and what a mixer names."""
         linear = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
         linear.discard(id(self.token_embed.weight))
-        return {name for name, parameter in self.named_parameters() if id(parameter) not in linear}
+        return {name for name, parameter in self.named_parameters() if id(parameter) not in linear} | undecayed(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return parameter groups by depth, as timm's models do."""
