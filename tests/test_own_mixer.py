@@ -21,6 +21,7 @@ from aft_vision import ops, plugins
 from aft_vision.commandline import run_command
 from aft_vision.export.verify import onnx_runner
 from aft_vision.layers.base import CAUSAL_MIXERS, MIXERS
+from aft_vision.models import AFTDecoder
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.ops import reference
@@ -129,6 +130,21 @@ def test_a_mixer_in_plain_torch_is_trained_resumed_compiled_predicted_with_and_e
         compiled = torch.compile(model, fullgraph=True, backend='eager')
         for run in (onnx_runner('model.onnx'), compiled):
             torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_every_model_starts_with_the_values_that_a_mixer_initialises(gated, scan):
+    for model in (make_gated(depth=2), AFTDecoder(8, dim=16, depth=2, mixer='scan')):
+        for _ in range(2):
+            mixer = model.blocks[1].attn
+            if mixer.causal:
+                assert mixer.split.bias.tolist() == [4.0] * 16 + [0.0] * 16
+            else:
+                assert (mixer.tokens.weight.unique().tolist(), mixer.tokens.bias.unique().tolist()) == ([0.0], [1.0])
+            assert 0.015 < mixer.split.weight.std() < 0.025
+            # Those of a model that is initialised again too.
+            for p in model.parameters():
+                nn.init.ones_(p)
+            model.init_weights()
 
 
 def test_reports_and_pictures_leave_out_what_a_mixer_does_not_have(gated):
