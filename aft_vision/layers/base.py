@@ -50,7 +50,8 @@ class TokenMixer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters: layers as torch does, then as `init_weights` does."""
-        for module in self.modules():
+        modules: Any = self.modules()
+        for module in modules:
             if module is not self and hasattr(module, 'reset_parameters'):
                 module.reset_parameters()
         self.init_weights()

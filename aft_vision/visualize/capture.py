@@ -56,7 +56,8 @@ def capture_mixers(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Mixer
 
 def mixer_inputs(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> MixerInputs:
     """Compute queries, keys and values of a mixer for its input tokens (B, T, C)."""
-    return MixerInputs(mixer, *mixer.project_qkv(x), grid, prefix)
+    q, k, v = mixer.project_qkv(x)
+    return MixerInputs(mixer, q, k, v, grid, prefix)
 
 
 @torch.no_grad()
