@@ -7,7 +7,7 @@ captured needs more shared memory than there is. The exit status is 1 if any fai
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,6 @@ from unittest import mock
 
 from helpers import load_script
 from kernel_checks import KERNELS, Types, draw_inputs, find_operation, run_each, run_form
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.errors import OutOfResources
-from triton.runtime.jit import JITFunction
 
 from aft_vision.errors import first_line
 from aft_vision.ops.declaration import Shape
@@ -64,6 +60,11 @@ def compile_kernels(name: str, types: Types, capability: str, *shapes: Shape, ch
 @contextmanager
 def targeting(capability: str) -> Iterator[tuple[dict[str, Any], set[str]]]:
     """Let launches compile and run nothing; give the kernels by their hashes, and the hashes of those too large."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.errors import OutOfResources
+    from triton.runtime.jit import JITFunction
+
     number, most = int(capability.replace('.', '')), 1024 * SHARED_MEMORY[capability]
     # The number stands for the device too: each has a cache of its own.
     device = SimpleNamespace(
@@ -87,13 +88,18 @@ def targeting(capability: str) -> Iterator[tuple[dict[str, Any], set[str]]]:
         yield compiled, refused
 
 
-def main() -> None:
-    """Print a line for each operation, type and capability."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('capabilities', nargs='+', choices=SHARED_MEMORY)
     parser.add_argument('--operators', nargs='+', choices=KERNELS, default=KERNELS, help='(default: all)')
     parser.add_argument('--choices', type=int, metavar='N', help='sizes of tiles (default: all)')
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Print a line for each operation, type and capability."""
+    args = parse_args()
     table = load_script(str(Path(__file__).parent / 'ops' / 'test_gpu.py'))
     failed = False
     for capability in args.capabilities:
