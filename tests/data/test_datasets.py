@@ -670,7 +670,7 @@ def cut_blocks(content: bytes, blocks: int) -> bytes:
 @pytest.mark.parametrize(
     ('change', 'split', 'message'),
     [
-        *((partial(cut_blocks, blocks=blocks), 'train', '') for blocks in (1, 3, 10)),
+        *((partial(cut_blocks, blocks=blocks), 'train', '') for blocks in (1, 2, 3, 10)),
         *((lambda content, other=other: other, 'train', '') for other in (b'', b'not a tar file at all' * 100)),
         # A damaged header in the middle is not the end.
         (lambda content: re.sub(rb'val/c/1\.png.{9}', b'\xff' * 20, content, flags=re.DOTALL), 'eval', ': .* at byte'),
