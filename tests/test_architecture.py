@@ -38,6 +38,7 @@ TRITON_MODULES = tuple(
         *('conv.triton', 'conv.kernels', 'conv.repair_kernels', 'conv.onehot_triton', 'conv.onehot_kernels'),
         'conv.direct_kernels',
         'conv.whole_kernels',
+        'conv.line_kernels',
         *('axial.triton', 'axial.kernels'),
         *('causal.local_triton', 'causal.local_kernels', 'causal.local_repair_kernels'),
         *('causal.local_backward_kernels', 'causal.simple_triton', 'causal.simple_kernels'),
