@@ -71,6 +71,23 @@ def test_the_kernels_agree_with_float64_at_the_shapes_of_models(name: str, types
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize('stationary', [True, False])
+@pytest.mark.parametrize('name', ['full', 'conv'])
+def test_kernels_with_weights_in_shared_memory_and_without_agree_with_float64(
+    name: str, stationary: bool, triton_device: str, monkeypatch: pytest.MonkeyPatch
+):
+    from aft_vision.ops.common import launch
+    from aft_vision.ops.conv import triton as conv
+    from aft_vision.ops.full import triton as full
+
+    if not launch.keeps_weights():
+        pytest.skip('this GPU has too little shared memory')
+    for module in (full, conv):
+        monkeypatch.setattr(module, 'run_fastest', lambda _, *ways: ways[0 if stationary else -1]())
+    assert_kernels_agree(name, (torch.bfloat16,), triton_device, *(Shape(*x) for x in SHAPES[name]))
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 @of_every_type
 def test_the_kernels_agree_with_float64_at_further_shapes(name: str, types: Types, triton_device: str):

@@ -17,6 +17,8 @@ from aft_vision.ops.common.capture import is_capturing
 # Kernel arguments that may change with every batch.
 LENGTHS = ('T', 'height', 'width')
 Key = tuple[Hashable, ...]
+# The fastest of several ways, by what they compute and by kind of device.
+_ways: dict[Key, int] = {}
 # Launches whose kernels a tuner knows by heart.
 MAX_LAUNCHES = 1000
 
@@ -84,6 +86,22 @@ class Tuner(Autotuner):
     def _bench(self, *args: Any, config: triton.Config, **kwargs: Any) -> Any:
         # Triton before 3.8 also times the only configuration.
         return [0.0] * 3 if is_capturing() else super()._bench(*args, config=config, **kwargs)
+
+
+def run_fastest(key: Key, *ways: Callable[[], None]) -> None:
+    """Run the fastest of several ways to write the same results, measured once for a key and a kind of device.
+
+    Where nothing was and can be measured, while a CUDA graph is captured or without memory for it, the first runs.
+    """
+    if len(ways) > 1:
+        key = *key, _current_device()
+        if key not in _ways and torch.cuda.is_initialized() and not is_capturing():
+            try:
+                times = [triton.testing.do_bench(way, return_mode='median') for way in ways]
+            except torch.OutOfMemoryError:
+                times = [0.0]
+            _ways[key] = times.index(min(times))
+    ways[_ways.get(key, 0)]()
 
 
 class _Choices(dict[Key, triton.Config]):

@@ -8,7 +8,7 @@ fewer products, but tensor cores compute over ten in the time of one. Few sequen
 directly in the forward: they have too few products with each matrix.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from aft_vision.ops.common.launch import (
     rows,
     whole_length,
 )
+from aft_vision.ops.common.tuner import run_fastest
 from aft_vision.ops.conv import repair_kernels as repair
 from aft_vision.ops.conv.direct_kernels import direct_kernel, shifts_kernel
 from aft_vision.ops.conv.eager import ConvInputs
@@ -217,6 +218,31 @@ class _Call:
             REPAIR=REPAIR['BT'],
         )
 
+    def find_stationary(self, kernel: Tensor, y: Tensor, den: Tensor | None) -> Callable[[], None] | None:
+        """Return what writes y and the denominators in programs that keep weights; None where they do not fit."""
+        if not keeps_weights() or max(x.stride(0) for x in (self.k, self.v, y)) >= LONGEST:
+            return None
+        if self.whole:
+            return lambda: self.forward_stationary(kernel, y, den)
+        lines = self.find_lines()
+        return None if lines is None else lambda: self.forward_lines(lines, y, den)
+
+    def forward_streamed(self, y: Tensor, den: Tensor | None) -> None:
+        """Write y and the denominators with weights in memory, or without any."""
+        if self.whole:
+            self.forward_whole(y, den)
+        elif self.direct:
+            self.forward_direct(y, den)
+        else:
+            for part in self.parts():
+                part.forward(y, den)
+        repair.forward_kernel[repairs(self.k)](
+            *(self.q, self.k, self.v, self.mask, self.window, y, self.underflowed),
+            *(*self.sizes, *strides(self.q, self.k, self.v, y)),
+            PRECISION=precision(),
+            **REPAIR,
+        )
+
     def backward_whole(
         self, grad: Tensor, y: Tensor, den: Tensor, dq: Tensor | None, dk: Tensor, dv: Tensor, need_bias: bool
     ) -> Tensor | None:
@@ -319,27 +345,11 @@ def conv_forward(inputs: ConvInputs, save: bool) -> tuple[Tensor, Tensor]:
     y, den = empty_output(inputs.q, inputs.v), empty_denominator(inputs.k, inputs.v, save)
     with launching('conv_forward', inputs.v):
         call = _Call(inputs)
-        if keeps_weights() and max(x.stride(0) for x in (call.k, call.v, y)) < LONGEST:
-            lines = None if call.whole else call.find_lines()
-            if call.whole:
-                call.forward_stationary(inputs.kernel, y, den if save else None)
-                return y, den
-            if lines is not None:
-                call.forward_lines(lines, y, den if save else None)
-                return y, den
-        if call.whole:
-            call.forward_whole(y, den if save else None)
-        elif call.direct:
-            call.forward_direct(y, den if save else None)
-        else:
-            for part in call.parts():
-                part.forward(y, den if save else None)
-        repair.forward_kernel[repairs(call.k)](
-            *(call.q, call.k, call.v, call.mask, call.window, y, call.underflowed),
-            *(*call.sizes, *strides(call.q, call.k, call.v, y)),
-            PRECISION=precision(),
-            **REPAIR,
-        )
+        sizes = triton.next_power_of_2(call.B), triton.next_power_of_2(call.T), call.heads, call.C, call.window.size
+        found = y, den if save else None
+        stationary = call.find_stationary(inputs.kernel, *found)
+        ways = [] if stationary is None else [stationary]
+        run_fastest(('conv', *sizes, inputs.grid[1]), *ways, lambda: call.forward_streamed(*found))
     return y, den
 
 

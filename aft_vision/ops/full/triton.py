@@ -32,6 +32,7 @@ from aft_vision.ops.common.launch import (
     strides,
     whole_length,
 )
+from aft_vision.ops.common.tuner import run_fastest
 from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.full.kernels import (
     repair_kernel,
@@ -122,10 +123,16 @@ def full_forward(inputs: FullInputs, save: bool) -> tuple[Tensor, Tensor]:
         call = _Call(inputs)
         q, k, v = call.q, call.k, call.v
         known, found, steps = (q, k, v, call.mask, call.bias), (y, den if save else None), strides(k, v, q)
-        if call.whole and keeps_weights():
-            call.run_stationary(inputs.bias, *found)
-        elif call.whole:
-            call.run_whole(whole_results_kernel, (*known, call.weights, *found), steps)
+        if call.whole:
+
+            def streamed() -> None:
+                call.run_whole(whole_results_kernel, (*known, call.make_weights(call.whole), *found), steps)
+
+            def stationary() -> None:
+                call.run_stationary(inputs.bias, *found)
+
+            sizes = triton.next_power_of_2(call.B), triton.next_power_of_2(call.T), call.D
+            run_fastest(('full', *sizes), *([stationary] if keeps_weights() else []), streamed)
         else:
             peak, _ = largest_keys(k, call.mask)
             sums = multiply(call.weights.expand(call.B, -1, -1), call.terms(peak))

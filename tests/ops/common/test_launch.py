@@ -266,6 +266,35 @@ def test_a_choice_of_one_kind_of_device_is_not_used_on_another(tuner: SimpleName
     assert found == [2, 4, 4, 4]
 
 
+def test_the_fastest_of_several_ways_is_measured_once_for_a_kind_of_device(
+    tuner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    from aft_vision.ops.common import tuner as tuning
+
+    timed, found = [], []
+    ways = [lambda name=name: found.append(name) for name in ('first', 'second')]
+    monkeypatch.setattr(tuning, '_ways', {})
+    monkeypatch.setattr(tuning.triton.testing, 'do_bench', lambda way, **_: (timed.append(way), -len(timed))[1])
+    for device in (0, 1, 2, 0):
+        use_device(monkeypatch, device)
+        tuning.run_fastest(('sizes', 7), *ways)
+    assert (found, len(timed)) == (['second'] * 4, 4)
+    # Nothing to choose from.
+    tuning.run_fastest(('sizes', 8), ways[0])
+    capture(monkeypatch, True)
+    tuning.run_fastest(('sizes', 9), *ways)
+    tuning.run_fastest(('sizes', 7), *ways)
+    assert (found[4:], len(timed)) == (['first', 'first', 'second'], 4)
+    capture(monkeypatch, False)
+
+    def run_out(way: object, **_: object) -> None:
+        raise torch.OutOfMemoryError('CUDA out of memory')
+
+    monkeypatch.setattr(tuning.triton.testing, 'do_bench', run_out)
+    tuning.run_fastest(('sizes', 9), *ways)
+    assert found[7:] == ['first']
+
+
 def test_what_is_kept_on_disk_is_of_one_kind_of_device_and_one_class_of_lengths(
     tuner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):
