@@ -283,7 +283,7 @@ def known_weights(bias: Tensor, sizes: tuple[Any, ...], make: Callable[[], Tenso
         sizes: what the weights depend on besides the bias.
         make: computes them, once.
     """
-    if bias.requires_grad or bias.is_inference() or is_capturing(bias.device):
+    if bias.requires_grad or bias.is_inference() or is_capturing():
         return None
     key = bias.data_ptr(), bias._version, sizes
     known, weights = _weights.get(bias, (None, None))
