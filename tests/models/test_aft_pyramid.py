@@ -153,6 +153,16 @@ def test_every_parameter_gets_a_gradient_with_drop_path():
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
 
 
+def test_training_on_a_cpu_has_maps_whose_channels_are_neighbours():
+    model, layouts = make_model().train(), []
+    for stage in model.stages:
+        stage.register_forward_hook(
+            lambda stage, inputs, y: layouts.append(y.is_contiguous(memory_format=torch.channels_last))
+        )
+    model(make_images(2, 3, 64, 64))
+    assert layouts == [True] * 4
+
+
 def test_one_exported_program_is_for_any_size_and_batch():
     model = make_model(depths=(1, 1, 1, 0), attention_blocks=None, local_conv=False)
     # One position of the last stage, 32 pixels, would be a constant.
