@@ -9,7 +9,6 @@ import torch
 
 from aft_vision.cores import limit_threads
 from aft_vision.errors import first_line
-from aft_vision.ops.common.choice import cpu_flags
 
 
 def resolve_device(name: str) -> torch.device:
@@ -41,13 +40,6 @@ def use_device(name: str) -> torch.device:
     if device.type == 'cpu':
         limit_threads()
     return device
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a device multiplies bfloat16; otherwise it is widened, and float32 is faster."""
-    if device.type == 'cuda':
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == 'cpu' and bool({'avx512_bf16', 'amx_bf16', 'bf16'} & cpu_flags())
 
 
 def synchronize(device: torch.device) -> None:

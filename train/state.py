@@ -12,8 +12,8 @@ from timm.utils import random_seed, unwrap_model
 from torch import nn
 
 from aft_vision.data import STEP, derive_seed, move
-from aft_vision.devices import has_bfloat16
 from aft_vision.models.checkpoint import load_matching_state_dict
+from aft_vision.ops.common.choice import has_bfloat16
 from train.distributed import World
 from train.objective import Batch, Objective
 from train.regularize import KernelRegularization

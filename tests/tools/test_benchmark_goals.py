@@ -14,7 +14,6 @@ import torch
 from helpers import require_ffcv
 from torch.autograd import DeviceType
 
-from aft_vision import devices
 from aft_vision.ops.common import choice
 from tools import machine
 from tools.benchmark import compare, decode, goals, measurements, ops
@@ -88,7 +87,7 @@ def test_a_verdict_names_the_processor_and_its_instructions(
     monkeypatch.setattr('torch.backends.cpu.get_cpu_capability', lambda: capability)
     (tmp_path / 'cpuinfo').write_text(f'model name : some processor\n{flags}\n')
     monkeypatch.setattr(choice, 'Path', lambda path: tmp_path / 'cpuinfo')
-    assert devices.has_bfloat16(CPU) == has_bfloat16
+    assert choice.has_bfloat16(CPU) == has_bfloat16
     (row,) = measure_goals([Goal(1, 'any', 1.0, 2.0, lambda rounds: Measurement(1.5))], rounds=1)
     assert (row['verdict'], row['processor']) == ('floor', words)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from aft_vision.devices import has_bfloat16
+from aft_vision.ops.common.choice import has_bfloat16
 from tools.benchmark import measurements
 from tools.benchmark.compare import DIRECTIONS, Candidate, describe_error
 from tools.benchmark.measurements import Measurement, speed

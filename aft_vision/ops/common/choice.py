@@ -122,6 +122,13 @@ def cpu_flags() -> set[str]:
     return {flag for flag in cpu_info('flags', 'Features').split() if not flag.startswith(unused)}
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies bfloat16; otherwise it is widened, and float32 is faster."""
+    if device.type == 'cuda':
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == 'cpu' and bool({'avx512_bf16', 'amx_bf16', 'bf16'} & cpu_flags())
+
+
 def describe_choices() -> list[str]:
     """Return a line for each choice that this process used: what was chosen, and the milliseconds of each way."""
     return [
