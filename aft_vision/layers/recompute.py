@@ -28,8 +28,8 @@ def recompute_cheap(x: Tensor, normalized: Tensor, norm: nn.Module) -> AbstractC
     """Return a context in which layers on a CPU keep neither GELUs nor the result of a layer norm for their gradients.
 
     Both are computed again from their inputs, which their own gradients keep. A linear layer next to them takes far
-    longer. Other tensors are kept as before, and all are where there are no gradients, where something traces or
-    transforms the call, and where hooks handle saved tensors already, as in checkpointing.
+    longer; less so under autocast, where all tensors are kept. So they are where there are no gradients, where
+    something traces or transforms the call, and where hooks handle saved tensors already, as in checkpointing.
 
     Args:
         x, normalized: input and output of the norm.
@@ -37,7 +37,7 @@ def recompute_cheap(x: Tensor, normalized: Tensor, norm: nn.Module) -> AbstractC
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and is_ordinary((x,)) and x.is_cpu):
         return nullcontext()
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if torch.is_autocast_enabled('cpu') or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return nullcontext()
     # Its address, as the context outlives the call in each tensor that is kept.
     address = normalized.data_ptr() if isinstance(norm, nn.LayerNorm) else None

@@ -77,6 +77,15 @@ def test_a_block_keeps_neither_the_gelu_nor_the_norm_of_its_mlp():
     assert [name for name, tensor in made.items() if tensor() is not None] == []
 
 
+def test_under_autocast_all_is_kept():
+    block, x, made = make_block(torch.float32), make_tokens(torch.float32), []
+    block.mlp.act.register_forward_hook(lambda module, inputs, y: made.append(weakref.ref(y)))
+    with torch.autocast('cpu', torch.bfloat16):
+        y = block(x, (3, 4))
+    assert y.requires_grad
+    assert made[0]() is not None
+
+
 def test_a_tensor_written_before_the_backward_pass_is_an_error():
     block, x = make_block(), make_tokens()
     y = block(x, (3, 4))
