@@ -1,7 +1,7 @@
 """Activations that the backward pass computes again instead of keeping them."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,17 +40,17 @@ def recompute_cheap(x: Tensor, normalized: Tensor, norm: nn.Module) -> AbstractC
     if torch.is_autocast_enabled('cpu') or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return nullcontext()
     # Its address, as the context outlives the call in each tensor that is kept.
-    address = normalized.data_ptr() if isinstance(norm, nn.LayerNorm) else None
+    address = normalized.data_ptr()
 
     def pack(tensor: Tensor) -> _Kept | _Recomputed:
         base = tensor if tensor._base is None else tensor._base
         if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous():
-            made_by = '' if base.grad_fn is None else base.grad_fn.name()
-            if made_by == 'NativeLayerNormBackward0' and base.data_ptr() == address:
+            node: Any = base.grad_fn
+            made_by = '' if node is None else node.name()
+            if isinstance(norm, nn.LayerNorm) and base.data_ptr() == address and made_by == 'NativeLayerNormBackward0':
                 return _Recomputed(_keep(x), norm, tensor.shape)
             if made_by == 'GeluBackward0':
-                source, approximate = base.grad_fn._saved_self, base.grad_fn._saved_approximate
-                return _Recomputed(_keep(source), approximate, tensor.shape)
+                return _Recomputed(_keep(node._saved_self), node._saved_approximate, tensor.shape)
         return _keep(tensor)
 
     return saved_tensors_hooks(pack, _unpack)
