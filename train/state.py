@@ -216,7 +216,7 @@ class TrainState:
         # Keep the moments of the checkpoint, and the rates, decays and other settings of this experiment: before they
         # are loaded, because a fused optimizer has its counts of updates on the device.
         saved, own = content['optimizer'], self.optimizer.state_dict()['param_groups']
-        pairs = zip_longest(saved['param_groups'], own[: len(saved['param_groups'])], fillvalue={})
+        pairs: Any = zip_longest(saved['param_groups'], own[: len(saved['param_groups'])], fillvalue={})
         groups = [{**group, **settings, 'params': group['params']} for group, settings in pairs]
         try:
             self.optimizer.load_state_dict({**saved, 'param_groups': groups})
