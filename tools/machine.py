@@ -12,7 +12,7 @@ import torch
 
 from aft_vision.cores import LoadMeter
 from aft_vision.ops import operator
-from aft_vision.ops.common.choice import cpu_info, processor_name
+from aft_vision.ops.common.choice import cpu_flags, processor_name
 
 # float32, or float32 with autocast.
 PRECISIONS = {'float32': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -40,14 +40,9 @@ def refuse_load(load: float | None) -> None:
         )
 
 
-def has_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16; otherwise it is widened, and its times mean little."""
-    return bool({'avx512_bf16', 'amx_bf16', 'bf16'} & _cpu_flags())
-
-
 def has_tiles() -> bool:
     """Return whether the processor multiplies bfloat16 in matrix tiles."""
-    return 'amx_bf16' in _cpu_flags()
+    return 'amx_bf16' in cpu_flags()
 
 
 def describe_processor(device: torch.device | str = 'cpu') -> str:
@@ -55,7 +50,7 @@ def describe_processor(device: torch.device | str = 'cpu') -> str:
     place = torch.device(device)
     if place.type == 'cuda':
         return torch.cuda.get_device_name(place)
-    flags = _cpu_flags()
+    flags = cpu_flags()
     known = {'avx512_bf16': 'AVX-512 with bfloat16', 'avx512f': 'AVX-512', 'avx2': 'AVX2', 'asimd': 'NEON'}
     vectors = next((words for flag, words in known.items() if flag in flags), 'no vector instructions known')
     return f'{processor_name()}, {vectors}'
@@ -105,9 +100,3 @@ def describe_backends(device: torch.device | str) -> str:
     except importlib.metadata.PackageNotFoundError:
         triton = 'no Triton'
     return f'{libraries}; {triton}; backends of aft_vision: {", ".join(operator.BACKENDS)}'
-
-
-def _cpu_flags() -> set[str]:
-    # ATEN_CPU_CAPABILITY may limit torch, and with it our kernels.
-    unused = {'AVX2': ('avx512', 'amx'), 'DEFAULT': ('avx', 'amx')}.get(torch.backends.cpu.get_cpu_capability(), ())
-    return {flag for flag in cpu_info('flags', 'Features').split() if not flag.startswith(unused)}

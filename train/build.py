@@ -52,6 +52,9 @@ from train.schedule import create_schedule
 from train.schema import Config, Experiment, ScheduleConfig, require
 from train.state import Loop, Progress, TrainState
 
+# Optimizers that torch computes in one call on a CPU.
+FUSED_OPTIMIZERS = ('adam', 'adamw')
+
 
 class Images(NamedTuple):
     """The images of an experiment, with the shapes that its model has and the normalisation of its weights.
@@ -499,7 +502,10 @@ def _set_grad_checkpointing(model: Any) -> None:
 
 def _create_optimizer(task: TrainingTask, config: Experiment) -> torch.optim.Optimizer:
     trained: Any = task.get_trainable_module()
-    optim = config.optim
+    optim, options = config.optim, dict(config.optim.args)
+    # One call for all weights of a group; those of small models have more calls than work.
+    if task.device.type == 'cpu' and optim.name in FUSED_OPTIMIZERS and 'foreach' not in options:
+        options.setdefault('fused', True)
     try:
         return create_optimizer_v2(
             trained,
@@ -507,7 +513,7 @@ def _create_optimizer(task: TrainingTask, config: Experiment) -> torch.optim.Opt
             lr=config.peak_lr,
             weight_decay=optim.weight_decay,
             layer_decay=optim.layer_decay,
-            **optim.args,
+            **options,
         )
     except (TypeError, ValueError, AssertionError, LookupError, RuntimeError) as error:
         decay = f' and optim.layer_decay = {optim.layer_decay}' if optim.layer_decay is not None else ''

@@ -50,7 +50,7 @@ from train.key_list import format_keys, list_keys
 from train.model_section import model_schema
 from train.run import check_run_dir, find_run_dir, train_run
 from train.schema import Config
-from train.state import AMP_DTYPES, TrainState
+from train.state import TrainState, autocast_dtype
 
 
 def main(argv: Sequence[str] | None = None) -> TrainState | None:
@@ -130,7 +130,7 @@ def evaluate_weights(
         model,
         loader,
         world.device,
-        amp_dtype=AMP_DTYPES[config.run.amp],
+        amp_dtype=autocast_dtype(config.run.amp, world.device),
         distributed=world.is_distributed,
         progress=progress and world.is_primary,
         classes=classes,

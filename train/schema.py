@@ -291,7 +291,8 @@ class RunConfig:
         device: `auto` uses CUDA if available.
         cpu_threads: Threads of the model on a CPU; leave cores for the loading processes. None keeps torch's default,
             one per core, or per core of the limit of a container; evaluation leaves out the cores of other processes.
-        amp: Autocast to bfloat16, or to float16 with a scaled loss, or none.
+        amp: Autocast to bfloat16, or to float16 with a scaled loss, or none; `auto` is bfloat16 where the device
+            multiplies it, else none.
         grad_checkpointing: Recompute the activations of each block in the backward pass, to save memory.
         compile: Compile the model with torch.compile for training, once for each of `data.train_sizes`, of which there
             are at most 8; evaluation stays eager.
@@ -316,7 +317,7 @@ class RunConfig:
     seed: int = within('[0, 4294967296)', 0)
     device: str = 'auto'
     cpu_threads: int | None = within('[1, 4096]', None, 'threads')
-    amp: Literal['none', 'bfloat16', 'float16'] = 'none'
+    amp: Literal['none', 'auto', 'bfloat16', 'float16'] = 'none'
     grad_checkpointing: bool = False
     compile: bool = False
     timeout_minutes: float = within('(0, 100000]', 10.0, 'minutes')

@@ -39,7 +39,7 @@ from train.model_section import decoder_schema
 from train.objective import Batch, Objective
 from train.run import check_run_dir, find_run_dir, train_run
 from train.sequence_schema import SequenceExperiment
-from train.state import AMP_DTYPES, TrainState
+from train.state import TrainState, autocast_dtype
 
 
 class SequenceTask(ClassificationTask):
@@ -270,7 +270,7 @@ def evaluate_split(checkpoint: str | Path, data: SequenceData, split: str, progr
         model,
         data.eval_loader(split),
         world.device,
-        amp_dtype=AMP_DTYPES[data.config.run.amp],
+        amp_dtype=autocast_dtype(data.config.run.amp, world.device),
         distributed=world.is_distributed,
         progress=progress and world.is_primary,
     )

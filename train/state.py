@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -12,11 +13,19 @@ from torch import nn
 
 from aft_vision.data import STEP, derive_seed, move
 from aft_vision.models.checkpoint import load_matching_state_dict
+from aft_vision.ops.common.choice import has_bfloat16
 from train.distributed import World
 from train.objective import Batch, Objective
 from train.regularize import KernelRegularization
 
 AMP_DTYPES = {'none': None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
+
+
+def autocast_dtype(amp: str, device: torch.device) -> torch.dtype | None:
+    """Return the data type of `run.amp` on a device, None for none."""
+    if amp == 'auto':
+        return torch.bfloat16 if has_bfloat16(device) else None
+    return AMP_DTYPES[amp]
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ class TrainState:
     @property
     def amp_dtype(self) -> torch.dtype | None:
         """Return the autocast data type."""
-        return AMP_DTYPES[self.loop.amp]
+        return autocast_dtype(self.loop.amp, self.world.device)
 
     def autocast(self) -> torch.autocast:
         """Return the context of a forward pass."""
@@ -204,17 +213,18 @@ class TrainState:
             # A run without an average so far starts it from its weights.
             averaged.load_state_dict(content['ema_state_dict'] or content['state_dict'])
         self._load_task_state(content, source)
-        # Keep the moments of the checkpoint, and the rates, decays and other settings of this experiment.
-        settings = [{key: x for key, x in group.items() if key != 'params'} for group in self.optimizer.param_groups]
+        # Keep the moments of the checkpoint, and the rates, decays and other settings of this experiment: before they
+        # are loaded, because a fused optimizer has its counts of updates on the device.
+        saved, own = content['optimizer'], self.optimizer.state_dict()['param_groups']
+        pairs: Any = zip_longest(saved['param_groups'], own[: len(saved['param_groups'])], fillvalue={})
+        groups = [{**group, **settings, 'params': group['params']} for group, settings in pairs]
         try:
-            self.optimizer.load_state_dict(content['optimizer'])
+            self.optimizer.load_state_dict({**saved, 'param_groups': groups})
         except ValueError as error:
             raise ValueError(
                 f'expected a checkpoint with the parameter groups of this run, got {source}: {error}; '
                 'optim.layer_decay, and whether optim.weight_decay is 0, must be as they were'
             ) from error
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(own)
         # Only runs with float16 have a scale.
         if content['scaler']:
             self.scaler.load_state_dict(content['scaler'])

@@ -73,7 +73,7 @@ from train.config import load_config
 from train.distill import Teacher
 from train.distributed import World, join_world
 from train.schema import Config, require
-from train.state import AMP_DTYPES
+from train.state import autocast_dtype
 
 # Of a batch of the teacher.
 CROPS_PER_BATCH = 256
@@ -146,7 +146,9 @@ def _print_accuracy(config: Config, teacher: nn.Module, size: int, world: World,
     shard, workers = world.shard(1), config.data.num_workers
     batch = config.data.eval_batch_size or config.data.batch_size
     loader, _ = create_eval_loader(config.data, read, batch, shard=shard, num_workers=workers, device=world.device)
-    options: dict[str, Any] = dict(amp_dtype=AMP_DTYPES[config.run.amp], distributed=world.is_distributed)
+    options: dict[str, Any] = dict(
+        amp_dtype=autocast_dtype(config.run.amp, world.device), distributed=world.is_distributed
+    )
     found = evaluate(teacher, loader, world.device, progress=progress and world.is_primary, **options)
     if world.is_primary:
         print(f'{config.distill.teacher} at {size} px: top-1 {found["top1"]:.2f} % of {found["samples"]:.0f} images')
@@ -177,7 +179,7 @@ def _store(
     )
     model = Teacher(teacher, hard=False, device=world.device).to(memory_format=torch.channels_last)
     mean, std = (getattr(model, f'{name}_kd') for name in ('mean', 'std'))
-    amp = AMP_DTYPES[config.run.amp]
+    amp = autocast_dtype(config.run.amp, world.device)
     with (
         torch.inference_mode(),
         torch.autocast(world.device.type, dtype=amp, enabled=amp is not None),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from aft_vision.layers.base import TokenMixer, build_mixer, find_mixer
 from aft_vision.layers.fused import fuse_linear, fuse_mlp
+from aft_vision.layers.recompute import recompute_cheap
 
 
 @torch.fx.wrap
@@ -148,4 +149,11 @@ class AFTBlock(nn.Module):
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid, mask)))
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        y = self.mlp(self.norm2(x)) if torch.jit.is_scripting() else self._run_mlp(x)
+        return x + self.drop_path2(self.ls2(y))
+
+    @torch.jit.unused
+    def _run_mlp(self, x: Tensor) -> Tensor:
+        normalized = self.norm2(x)
+        with recompute_cheap(x, normalized, self.norm2):
+            return self.mlp(normalized)

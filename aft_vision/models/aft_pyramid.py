@@ -278,7 +278,8 @@ class AFTPyramid(nn.Module):
         if not torch.jit.is_scripting():
             fix_trained_size(x)
         check_mask(attn_mask, x.shape[0], x.shape[2], x.shape[3], self.stride)
-        return self.stem(clear_padding(x, attn_mask, self.stride))
+        x = clear_padding(x, attn_mask, self.stride)
+        return self.stem(nearby_channels(x) if self.training else x)
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Compute the map of the last stage.
@@ -414,6 +415,16 @@ def check_mask(mask: Tensor | None, batch: int, height: int, width: int, stride:
             f'attn_mask must be a bool tensor of shape ({batch}, {rows}, {columns}), True where a square of '
             f'{stride} pixels counts, got {mask.dtype} of shape {list(mask.shape)}'
         )
+
+
+@torch.fx.wrap
+@register_notrace_function
+def nearby_channels(x: Tensor) -> Tensor:
+    """Return images on a CPU with the channels of a pixel next to each other, which all maps then have.
+
+    Convolutions are faster so, and maps are tokens without a copy.
+    """
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cpu else x
 
 
 @torch.fx.wrap

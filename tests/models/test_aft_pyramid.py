@@ -18,7 +18,8 @@ HYBRID = dict(SMALL, attention_blocks=[5], local_conv=True)
 
 
 def make_model(**kwargs) -> nn.Module:
-    """A small pyramid whose every parameter and statistic is random."""
+    """A small pyramid whose every parameter and statistic is random, the same in every call."""
+    torch.manual_seed(0)
     model = timm.create_model('aft_pyramid_nano', **{**HYBRID, **kwargs}).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -151,6 +152,16 @@ def test_every_parameter_gets_a_gradient_with_drop_path():
     model = make_model(drop_path_rate=0.1, proj_drop_rate=0.1, drop_rate=0.1, init_values=0.1).train()
     model(make_images(2, 3, 64, 64)).square().sum().backward()
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
+
+
+def test_training_on_a_cpu_has_maps_whose_channels_are_neighbours():
+    model, layouts = make_model().train(), []
+    for stage in model.stages:
+        stage.register_forward_hook(
+            lambda stage, inputs, y: layouts.append(y.is_contiguous(memory_format=torch.channels_last))
+        )
+    model(make_images(2, 3, 64, 64))
+    assert layouts == [True] * 4
 
 
 def test_one_exported_program_is_for_any_size_and_batch():

@@ -1,5 +1,6 @@
 """The table of goals: its verdicts, its exit code, and what each measurement compares."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -23,6 +24,7 @@ from tools.benchmark.measurements import Measurement
 from tools.benchmark.models import classifier
 from tools.benchmark.ops import Operation
 from train import throughput
+from train.config import load_config
 
 CPU = torch.device('cpu')
 FULL = Operation('aft_full', (1, 5, 64), 1, (5, 5))
@@ -58,13 +60,13 @@ def test_a_figure_reaches_its_goal_or_its_floor_or_neither(value: float, at_most
 
 
 def test_a_figure_without_what_it_needs_is_open_and_fails_nothing(table, monkeypatch, capsys):
-    monkeypatch.setattr(goals, 'has_bfloat16', lambda: False)
+    monkeypatch.setattr(goals, 'has_bfloat16', lambda device: False)
     monkeypatch.setattr('torch.cuda.is_available', lambda: False)
     for needs in ('bfloat16', 'cuda', 'a_package_that_is_absent'):
         table.append(Goal(17, f'on {needs}', 1.0, 2.0, lambda rounds: Measurement(0.1), needs=needs))
     assert {row['verdict'] for row in main(['goals', '--allow-load'])['rows']} == {'open'}
     assert sum(line.endswith('open') for line in capsys.readouterr().out.splitlines()) == 3
-    monkeypatch.setattr(goals, 'has_bfloat16', lambda: True)
+    monkeypatch.setattr(goals, 'has_bfloat16', lambda device: True)
     with pytest.raises(SystemExit):
         main(['goals', '--allow-load'])
 
@@ -85,7 +87,7 @@ def test_a_verdict_names_the_processor_and_its_instructions(
     monkeypatch.setattr('torch.backends.cpu.get_cpu_capability', lambda: capability)
     (tmp_path / 'cpuinfo').write_text(f'model name : some processor\n{flags}\n')
     monkeypatch.setattr(choice, 'Path', lambda path: tmp_path / 'cpuinfo')
-    assert machine.has_bfloat16() == has_bfloat16
+    assert choice.has_bfloat16(CPU) == has_bfloat16
     (row,) = measure_goals([Goal(1, 'any', 1.0, 2.0, lambda rounds: Measurement(1.5))], rounds=1)
     assert (row['verdict'], row['processor']) == ('floor', words)
 
@@ -144,11 +146,12 @@ def test_a_figure_below_its_floor_or_that_fails_makes_the_command_fail(table, tm
 
 def test_the_table_has_every_row_and_a_goal_is_at_least_as_hard_as_its_floor():
     found = make_goals()
-    assert {goal.row for goal in found} == set(range(1, 29))
+    assert {goal.row for goal in found} == set(range(1, 32))
     for goal in found:
         if goal.floor is not None:
+            assert goal.goal is not None
             assert (goal.goal <= goal.floor) if goal.at_most else (goal.goal >= goal.floor)
-    assert {goal.row for goal in found if goal.floor is None} == {24, 28}
+    assert {goal.row for goal in found if goal.floor is None} == {24, 28, 30}
     assert {goal.needs for goal in found} == {'cpu', 'bfloat16', 'tiles', 'cuda', 'onnxruntime', 'openvino', 'ffcv'}
     on_cpu = [goal for goal in found if goal.needs != 'cuda']
     assert all(('bfloat16' in goal.what) == (goal.needs in ('bfloat16', 'tiles')) for goal in on_cpu)
@@ -310,6 +313,28 @@ def test_our_update_is_compared_with_that_of_timms_task(monkeypatch):
     monkeypatch.setattr(measurements, 'subprocess', SimpleNamespace(run=lambda *args, **kwargs: failed))
     with pytest.raises(RuntimeError, match=r'ratio of updates from train\.throughput, got no such'):
         measurements.step_cost(rounds=2)
+
+
+def test_fine_tuning_is_compared_with_itself_in_float32(monkeypatch):
+    commands = []
+
+    def run(command: list[str], **kwargs: object) -> SimpleNamespace:
+        commands.append(command)
+        speed = 40 if 'run.amp=none' in command else 60
+        return SimpleNamespace(stdout=f'epoch 1/2  7 images/s\nepoch 2/2  {speed} images/s', stderr='')
+
+    small_photographs(monkeypatch)
+    monkeypatch.setattr(measurements, 'subprocess', SimpleNamespace(run=run))
+    assert measurements.finetuning_speed(rounds=2) == Measurement(1.5, (1.5, 1.5))
+    own, plain = (load_config(words[4], words[5:]) for words in commands[:2])
+    assert (own.run.amp, plain.run.amp, plain.optim.args) == ('auto', 'none', {'fused': False})
+    unchanged = dict(amp=own.run.amp, dir=own.run.dir)
+    assert dataclasses.replace(plain.run, **unchanged) == own.run
+    assert dataclasses.replace(plain, run=own.run, optim=own.optim) == own
+    failed = SimpleNamespace(stdout='', stderr='no such')
+    monkeypatch.setattr(measurements, 'subprocess', SimpleNamespace(run=lambda *args, **kwargs: failed))
+    with pytest.raises(RuntimeError, match=r'images/s from train\.imagenet, got no such'):
+        measurements.finetuning_speed(rounds=1)
 
 
 def test_the_kernels_of_a_call_are_summed_and_nothing_else(monkeypatch):

@@ -1,3 +1,4 @@
+import copy
 import csv
 import itertools
 import json
@@ -253,9 +254,45 @@ def test_arguments_of_the_optimizer_are_passed_on():
     assert (state.optimizer.defaults['betas'], state.optimizer.defaults['eps']) == ((0.8, 0.9), 1e-6)
 
 
+def test_adamw_on_a_cpu_makes_one_call_for_all_weights_unless_told_otherwise():
+    def weights(**args: bool) -> tuple[bool, torch.Tensor]:
+        state = make_state(optim=OptimConfig(lr=0.64, args=args, clip_grad=1.0))
+        train(state, make_batches())
+        return bool(state.optimizer.param_groups[0].get('fused')), state.model[1].weight.detach()
+
+    found = {
+        name: weights(**args) for name, args in (('own', {}), ('many', {'fused': False}), ('each', {'foreach': True}))
+    }
+    assert {name: is_fused for name, (is_fused, _) in found.items()} == {'own': True, 'many': False, 'each': False}
+    for _, other in found.values():
+        torch.testing.assert_close(other, found['many'][1], rtol=1e-5, atol=1e-6)
+
+
+def test_moments_of_an_optimizer_of_many_calls_go_on_in_one_call():
+    # As a checkpoint of an earlier version, or of a GPU, has them.
+    first = make_state(optim=OptimConfig(lr=0.64, args={'fused': False}))
+    batches = make_batches()
+    train(first, batches[:3])
+    other = make_state(optim=OptimConfig(lr=0.64))
+    other.load_state_dict({**copy.deepcopy(first.state_dict()), 'updates_per_epoch': 6}, source='test')
+    assert other.optimizer.param_groups[0]['fused'] is True
+    for state in (first, other):
+        train(state, batches[3:])
+    torch.testing.assert_close(other.model.state_dict(), first.model.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 def test_an_argument_that_the_optimizer_does_not_take_is_named():
     with pytest.raises(ValueError, match=r"expected optim\.args of the optimizer adamw, got {'moment': 0\.9}"):
         make_state(optim=OptimConfig(lr=0.64, args={'moment': 0.9}))
+
+
+@pytest.mark.parametrize('supported', [True, False])
+def test_autocast_is_chosen_by_what_the_device_multiplies(supported: bool, monkeypatch):
+    monkeypatch.setattr('train.state.has_bfloat16', lambda device: supported)
+    state = make_state(run=RunConfig(amp='auto', tensorboard=False))
+    assert state.amp_dtype is (torch.bfloat16 if supported else None)
+    assert train(state, make_batches(1))[0] == pytest.approx(math.log(3), rel=1e-2)
+    assert state.model[1].weight.dtype is torch.float32
 
 
 @pytest.mark.parametrize(('amp', 'dtype'), [('bfloat16', torch.bfloat16), ('float16', torch.float16)])

@@ -11,20 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from aft_vision.ops.common.choice import has_bfloat16
 from tools.benchmark import measurements
 from tools.benchmark.compare import DIRECTIONS, Candidate, describe_error
 from tools.benchmark.measurements import Measurement, speed
 from tools.benchmark.models import RUNTIMES, Images, classifier, runtime_candidate
 from tools.benchmark.ops import CPU, Operation, candidates_of, onehot_candidates, planar_layers
 from tools.benchmark.printer import Report, format_rows
-from tools.machine import describe_processor, has_bfloat16, has_tiles
+from tools.machine import describe_processor, has_tiles
 
 TINY, SMALL, PEER = 'deit_tiny_patch16_224', 'deit_small_patch16_224', 'cpubone_b0_bfrobust'
 CONV, FEW, FULL, PYRAMID = 'aft_conv_tiny', 'aft_conv_tiny_k11_h32', 'aft_full_tiny', 'aft_pyramid_nano'
-AXIAL = 'aft_axial_tiny'
-# Rows measured only when --rows names them: of other runtimes, peers, loaders and the trainer, and of one image in
-# tiles or on one thread.
-ASKED_ROWS = (22, 23, 24, 25, 26, 27, 28)
+AXIAL, PICO, CONV_SMALL = 'aft_axial_tiny', 'aft_pyramid_pico', 'aft_conv_small'
+# The fastest models of timm of about the size of the smallest pyramid.
+FAST = ('cpubone_nano', 'mobilenetv4_conv_small', 'efficientvim_m1', 'lcnet_100')
+# Rows measured only when --rows names them: of other runtimes, peers, loaders and the trainer, of one image in tiles or
+# on one thread, and of training beside the rows of all models.
+ASKED_ROWS = (22, 23, 24, 25, 26, 27, 28, 29, 30, 31)
 
 WHOLE = Operation('aft_full', (32, 197, 384), 6, (197, 197))
 LOCAL = Operation('aft_local_causal', (2, 3072, 256), 2, (3072, 256))
@@ -70,13 +73,13 @@ MODELS: tuple[Any, ...] = (
     (13, 'inference', FEW, TINY, 16, {224: (1.08, 1.2)}),
     (13, 'bfloat16', FEW, TINY, 16, {224: (1.25, 1.4)}),
     (13, 'training', FEW, TINY, 16, {224: (1.08, 1.15)}),
-    (14, 'inference', 'aft_conv_small', SMALL, 8, {224: (0.95, 1.25)}),
-    (14, 'training', 'aft_conv_small', SMALL, 8, {224: (0.75, 1.1)}),
+    (14, 'inference', CONV_SMALL, SMALL, 8, {224: (0.95, 1.25)}),
+    (14, 'training', CONV_SMALL, SMALL, 8, {224: (0.75, 1.1)}),
     *((15, 'training memory', name, TINY, 16, {224: (1.25, 1.0)}) for name in (FULL, CONV)),
-    *((19, 'inference', name, TINY, 1, {224: (1.0, 1.2)}) for name in (CONV, FEW, FULL)),
-    *((19, 'inference', name, SMALL, 1, {224: (1.0, 1.2)}) for name in ('aft_conv_small', 'aft_conv_small_k11_h16')),
+    *((19, 'inference', name, TINY, 1, {224: (1.0, 1.3)}) for name in (CONV, FEW, FULL)),
+    *((19, 'inference', name, SMALL, 1, {224: (1.0, 1.3)}) for name in (CONV_SMALL, 'aft_conv_small_k11_h16')),
     (20, 'inference', CONV, TINY, 1, {384: (1.2, 1.4), 512: (1.6, 1.9)}),
-    (20, 'inference', 'aft_conv_small', SMALL, 1, {384: (1.2, 1.4), 512: (1.6, 1.9)}),
+    (20, 'inference', CONV_SMALL, SMALL, 1, {384: (1.2, 1.4), 512: (1.6, 1.9)}),
     (20, 'inference', FULL, TINY, 1, {384: (1.0, 1.15), 512: (1.0, 1.15)}),
     (22, 'onnxruntime', CONV, TINY, 1, {224: (0.85, 1.0), 384: (1.1, 1.25), 512: (1.4, 1.7), 1024: (3.3, 4.0)}),
     (22, 'onnxruntime', FEW, TINY, 1, {224: (1.0, 1.15), 384: (1.3, 1.5), 512: (1.7, 2.0), 1024: (4.0, 5.0)}),
@@ -90,8 +93,15 @@ MODELS: tuple[Any, ...] = (
     (27, 'tiles', AXIAL, TINY, 1, {224: (1.0, 1.2), 512: (1.0, 2.2)}),
     (27, 'tiles', FULL, TINY, 1, {224: (1.0, 1.1), 512: (1.0, 1.1)}),
     (27, 'tiles', PYRAMID, TINY, 1, {224: (1.0, 1.6), 512: (1.0, 3.0)}),
-    (28, 'one thread', PYRAMID, TINY, 1, {224: (1.8, 2.2), 512: REPORTED}),
+    (28, 'one thread', PYRAMID, TINY, 1, {224: (1.8, 2.4), 512: (None, 5.0)}),
     (28, 'onnxruntime', PYRAMID, TINY, 1, dict.fromkeys((224, 512), REPORTED)),
+    (29, 'training', FEW, TINY, 16, {224: (1.2, 1.3)}),
+    (29, 'training', CONV_SMALL, SMALL, 8, {224: (1.15, 1.25)}),
+    (29, 'training in bfloat16', FEW, TINY, 16, {224: (1.35, 1.5)}),
+    (29, 'training in bfloat16', CONV_SMALL, SMALL, 8, {224: (1.25, 1.4)}),
+    *((30, how, PICO, peer, 1, {224: REPORTED}) for peer in FAST[1:] for how in ('one thread', 'onnxruntime')),
+    *((30, how, PICO, FAST[0], 1, {224: (None, 1.0)}) for how in ('one thread', 'onnxruntime')),
+    (31, 'training memory', CONV_SMALL, SMALL, 8, {224: (0.9, 0.8)}),
 )
 
 
@@ -115,7 +125,8 @@ class Goal(NamedTuple):
     @property
     def is_open(self) -> bool:
         """Return whether what it is measured on is absent."""
-        known = {'cpu': lambda: True, 'bfloat16': has_bfloat16, 'tiles': has_tiles, 'cuda': torch.cuda.is_available}
+        known = {'cpu': lambda: True, 'tiles': has_tiles, 'cuda': torch.cuda.is_available}
+        known['bfloat16'] = partial(has_bfloat16, CPU)
         return not (known[self.needs]() if self.needs in known else importlib.util.find_spec(self.needs))
 
     def verdict(self, value: float) -> str:
@@ -223,11 +234,12 @@ def _models() -> Iterator[Goal]:
             make = partial(_classifiers, (baseline, name), (batch, 3, size, size), how)
             direction = 'training' if how.startswith('training') else 'forward'
             measure = partial(measurements.memory if how.endswith('memory') else speed, make, direction)
-            if how in ('bfloat16', 'tiles'):
+            if how in ('bfloat16', 'tiles', 'training in bfloat16'):
                 measure = partial(measure, dtype='bfloat16')
             if how == 'one thread':
                 measure = partial(_with_one_thread, measure)
             needs = how if how in ('bfloat16', 'tiles', *RUNTIMES) else 'cpu'
+            needs = 'bfloat16' if how.endswith('in bfloat16') else needs
             described = 'bfloat16 in tiles' if how == 'tiles' else how
             what = f'{name} against {baseline}, {described}, {size} px, B={batch}'
             yield Goal(row, what, floor, goal, measure, how == 'training memory', needs)
@@ -244,6 +256,8 @@ def _costs() -> Iterator[Goal]:
     what = 'CPU time of an image of our loader over'
     yield Goal(25, f"{what} FFCV's own Loader", 1.1, 1.0, partial(measurements.loader_cost, 'ffcv'), True, 'ffcv')
     yield Goal(25, f"{what} timm's, of a folder", 1.1, 1.0, partial(measurements.loader_cost, 'folder'), True)
+    what = 'images/s of configs/finetune.yaml over those in float32 by an optimizer of many calls'
+    yield Goal(31, what, 1.25, 1.5, measurements.finetuning_speed)
     yield Goal(26, "time of our update over that of timm's task, one batch", 1.03, 1.01, measurements.step_cost, True)
 
 

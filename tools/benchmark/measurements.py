@@ -39,6 +39,11 @@ MATRIX_SIDE, COPY_BYTES = 8192, 2**30
 # Photographs of the loaders' row: so many, (width, height).
 PHOTOGRAPHS, PHOTOGRAPH_SIZE = 256, (400, 300)
 Make = Callable[[], Sequence[Candidate]]
+# Two epochs of fine-tuning, with one evaluation.
+FINETUNING = (
+    '--config configs/finetune.yaml schedule.epochs=2 schedule.min_updates=1 run.eval_every=2 run.throughput_batches=0 '
+    'run.tensorboard=false'
+)
 # The trainer's row: what it trains, on a batch that stays where it is.
 STEP = (
     '--config smoke/one_epoch model.depth=12 model.embed_dim=192 model.num_heads=192 model.kernel_size=11 '
@@ -138,6 +143,31 @@ def step_cost(*, rounds: int) -> Measurement:
         raise RuntimeError(f'expected the ratio of updates from train.throughput, got {done.stderr or done.stdout}')
     value, low, high = map(float, found.groups())
     return Measurement(value, (low, high))
+
+
+def finetuning_speed(*, rounds: int) -> Measurement:
+    """Measure the images/s of fine-tuning, loading included, over those of the same experiment without its options."""
+    with TemporaryDirectory() as folder:
+        source, ratios = Path(folder) / 'images', []
+        _write_photographs(source, PHOTOGRAPHS)
+        for turn in range(min(rounds, SLOW_ROUNDS)):
+            words = [*FINETUNING.split(), f'data.dir={source}', f'run.cpu_threads={torch.get_num_threads()}']
+            own, plain = (
+                _images_per_second([*words, *options, f'run.dir={folder}/{turn}/{place}'])
+                for place, options in enumerate(((), ('run.amp=none', 'optim.args={fused: false}')))
+            )
+            ratios.append(own / plain)
+    return Measurement(median(ratios), quartiles(ratios))
+
+
+def _images_per_second(words: Sequence[str]) -> float:
+    # The trainer is a program of its own: tools import nothing of it.
+    done = subprocess.run([sys.executable, '-m', 'train.imagenet', *words], capture_output=True, text=True, check=False)
+    found = re.findall(r'(\d+) images/s', done.stdout)
+    if not found:
+        raise RuntimeError(f'expected images/s from train.imagenet, got {done.stderr or done.stdout}')
+    # The first epoch has the first calls.
+    return float(found[-1])
 
 
 def roofline_share(operation: Operation, dtype: torch.dtype, device: torch.device, *, rounds: int) -> Measurement:

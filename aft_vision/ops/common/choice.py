@@ -115,6 +115,20 @@ def cpu_info(*names: str) -> str:
     return next((line.partition(':')[2].strip() for line in lines if line.partition(':')[0].strip() in names), '')
 
 
+def cpu_flags() -> set[str]:
+    """Return the instructions of this processor that torch uses, by Linux's names."""
+    # ATEN_CPU_CAPABILITY may limit torch, and with it our kernels.
+    unused = {'AVX2': ('avx512', 'amx'), 'DEFAULT': ('avx', 'amx')}.get(torch.backends.cpu.get_cpu_capability(), ())
+    return {flag for flag in cpu_info('flags', 'Features').split() if not flag.startswith(unused)}
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies bfloat16; otherwise it is widened, and float32 is faster."""
+    if device.type == 'cuda':
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == 'cpu' and bool({'avx512_bf16', 'amx_bf16', 'bf16'} & cpu_flags())
+
+
 def describe_choices() -> list[str]:
     """Return a line for each choice that this process used: what was chosen, and the milliseconds of each way."""
     return [
