@@ -17,13 +17,9 @@ from setuptools.command.build_py import build_py
 KERNELS = os.environ.get('AFT_WHEEL_KERNELS') == '1'
 FOLDER = 'aft_vision/ops'
 # The commands and configs are installed in a package of their own, because other packages may have their names.
-CLI = {'aft_vision_cli': 'tools/console', **{f'aft_vision_cli.{name}': name for name in ('train', 'tools', 'configs')}}
-COMMANDS = find_namespace_packages(include=['train*', 'tools*', 'configs*'], exclude=['tools.console*'])
-PACKAGES = [
-    *find_namespace_packages(include=['aft_vision*']),
-    'aft_vision_cli',
-    *(f'aft_vision_cli.{name}' for name in COMMANDS),
-]
+CLI = {f'aft_vision_cli.{name}': name for name in ('train', 'tools', 'configs')}
+COMMANDS = find_namespace_packages(include=['train*', 'tools*', 'configs*'])
+PACKAGES = [*find_namespace_packages(include=['aft_vision*']), *(f'aft_vision_cli.{name}' for name in COMMANDS)]
 # The glibc 2.x of manylinux's platforms, with the newest GLIBCXX_3.4.x and CXXABI_1.3.x that each has.
 PLATFORMS = {17: (19, 7), 28: (24, 11), 34: (29, 13), 35: (30, 13)}
 

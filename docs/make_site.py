@@ -65,7 +65,7 @@ def commands_page() -> str:
     found = [*ROOT.glob('t*/*.py'), *ROOT.glob('t*/*/__main__.py')]
     files = sorted(path for path in found if 'run_command(main)' in path.read_text() and path.parent.name != 'tests')
     names = ['.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__main__') for path in files]
-    console = run_module('tools.console', '--help').strip()
+    console = run_module('aft_vision_cli', '--help').strip()
     head = f'# Commands\n\n```text\n{console}\n```\n\nThe `--help` of every command, by the name of its module.'
     return outputs_page(head, names, '--help')
 

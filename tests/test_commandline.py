@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from aft_vision import commandline
-from aft_vision.commandline import run_command
-from train.command_line import CommandParser
+from aft_vision_cli import commandline
+from aft_vision_cli.commandline import CommandParser, run_command
 
 ROOT = Path(__file__).parents[1]
 # Without the package, whose import takes seconds.

@@ -41,7 +41,7 @@ from aft_vision.fastformer import (
 )
 from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.models.checkpoint import load_model
-from tools.console import find_commands
+from aft_vision_cli import find_commands
 from train.arguments import parse_args
 from train.char import CharConfig
 from train.config import load_config

@@ -28,7 +28,7 @@ BUILD = "from setuptools import build_meta; build_meta.build_sdist('dist'); buil
 def built(tmp_path_factory) -> SimpleNamespace:
     """The paths in the wheel and in the sdist of a copy of the checkout with weights."""
     tree = tmp_path_factory.mktemp('package') / 'checkout'
-    for folder in ('aft_vision', 'train', 'tools', 'configs', 'tests'):
+    for folder in ('aft_vision', 'aft_vision_cli', 'train', 'tools', 'configs', 'tests'):
         copytree(ROOT / folder, tree / folder, ignore=ignore_patterns('__pycache__', 'assets'))
     for name in ('pyproject.toml', 'setup.py', 'MANIFEST.in', 'README.md', 'CHANGELOG.md', 'LICENSE'):
         copy(ROOT / name, tree)
@@ -60,7 +60,7 @@ def files_of_the_commands() -> set[str]:
 
 def test_the_wheel_has_every_file_of_the_package_and_of_the_commands_and_no_other(built):
     information = f'aft_vision-{aft_vision.__version__}.dist-info/'
-    commands = {f'aft_vision_cli/{name.removeprefix("tools/console/")}' for name in files_of_the_commands()}
+    commands = files_of('aft_vision_cli') | {f'aft_vision_cli/{name}' for name in files_of_the_commands()}
     assert {name for name in built.wheel if not name.startswith(information)} == files_of_the_package() | commands
     assert information + 'licenses/LICENSE' in built.wheel
     # What the names above stand for.
@@ -78,7 +78,7 @@ def test_the_console_command_of_the_wheel_runs_its_own_commands(built, arguments
 
 
 def test_the_sdist_has_what_the_wheel_is_built_from_and_no_part_of_the_tests(built):
-    assert built.sdist >= files_of_the_package() | files_of_the_commands() | {
+    assert built.sdist >= files_of_the_package() | files_of('aft_vision_cli') | files_of_the_commands() | {
         'pyproject.toml',
         'setup.py',
         'README.md',

@@ -11,9 +11,9 @@ from helpers import link_photographs, save_model
 
 from aft_vision import plugins
 from aft_vision.__main__ import main as run_script
-from aft_vision.commandline import run_command
 from aft_vision.layers.mixers import MIXERS
 from aft_vision.models.checkpoint import load_model
+from aft_vision_cli.commandline import run_command
 from tools.export import main as export
 from tools.predict import main as predict
 from train.config import load_config

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.command_line import expand_home
+from aft_vision_cli.commandline import expand_home
 
 # Next to the checkpoints of a run: its experiment and metrics, and what an exported folder is loaded from.
 MODEL_FILES = ('config.yaml', 'summary.csv', 'config.json', 'model.safetensors')

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import add_decoding, decoding
-from train.command_line import CommandParser
 
 DEIT = Path('docs/results/data/imagenette/deit_seed0')
 EXAMPLES = Path('tests/assets/clothing/validation')
@@ -42,7 +42,6 @@ import timm
 import torch
 from PIL import Image
 
-from aft_vision.commandline import run_command
 from aft_vision.data import Decoding
 from aft_vision.layers import aft_mixers
 from aft_vision.models.checkpoint import load_model

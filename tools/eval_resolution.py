@@ -46,8 +46,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import KeyValues, add_data_arguments, add_device, add_overwrite, check_new, parse_sizes
-from train.command_line import CommandParser
 
 VALIDATION_NAME = re.compile(r'ILSVRC2012_val_(\d{8})(?:_n\d{8})?')
 
@@ -107,7 +107,6 @@ from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import reparameterize_model
 from torch import nn
 
-from aft_vision.commandline import run_command
 from aft_vision.data import NativeShape
 from aft_vision.devices import peak_memory_mb, reset_peak_memory, use_device
 from aft_vision.evaluate import ClassEvaluator, evaluate_all, find_classes

@@ -40,8 +40,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import KeyValues, add_decoding, add_license, add_size, check_out, decoding, parse_positive
-from train.command_line import CommandParser
 
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
@@ -120,7 +120,6 @@ if __name__ == '__main__':
     parse_args()
 
 import aft_vision  # noqa: F401
-from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.export import (
     Check,

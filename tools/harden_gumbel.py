@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import add_data_arguments, add_device, add_license, check_out
-from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,7 +41,6 @@ if __name__ == '__main__':
 
 from torch import nn
 
-from aft_vision.commandline import run_command
 from aft_vision.devices import use_device
 from aft_vision.evaluate import evaluate_all
 from aft_vision.export import export_model

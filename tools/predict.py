@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import add_decoding, add_device, add_size, check_out, decoding, parse_positive
-from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,7 +57,6 @@ import timm
 import torch
 from tqdm import tqdm
 
-from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.data.class_names import list_names
 from aft_vision.devices import use_device

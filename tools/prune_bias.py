@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import add_data_arguments, add_device, add_license, add_overwrite, add_size, check_new
-from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,7 +51,6 @@ if __name__ == '__main__':
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from aft_vision.commandline import run_command
 from aft_vision.devices import use_device
 from aft_vision.evaluate import evaluate_all, known_classes
 from aft_vision.export import export_model

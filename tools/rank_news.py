@@ -14,8 +14,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import add_device, parse_positive
-from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,7 +35,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
-from aft_vision.commandline import run_command
 from aft_vision.devices import use_device
 from aft_vision.fastformer.data.mind import News, read_mind_news
 from aft_vision.fastformer.data.movielens import read_films

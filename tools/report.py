@@ -36,8 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import add_decoding, add_device, add_size, check_out, decoding, parse_positive
-from train.command_line import CommandParser
 
 PICTURES = ('biases', 'keys', 'attention')
 # What takes an option that not all take: pictures of --only, and the page, which is None.
@@ -109,7 +109,6 @@ import yaml
 from tqdm import tqdm
 
 from aft_vision import __version__
-from aft_vision.commandline import run_command
 from aft_vision.data.datasets import Source, open_eval_split, with_evaluation_images
 from aft_vision.devices import use_device
 from aft_vision.files import find_checkpoint, replacing_output

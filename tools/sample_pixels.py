@@ -22,8 +22,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import add_sampling, check_out, parse_positive
-from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -69,7 +69,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from aft_vision.commandline import run_command
 from aft_vision.data import open_image, read_cifar10
 from aft_vision.files import replacing, replacing_output
 from aft_vision.models import PixelDecoder, half_mask

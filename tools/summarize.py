@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import add_device, check_out, parse_count, parse_positive
-from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,7 +48,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
-from aft_vision.commandline import run_command
 from aft_vision.devices import use_device
 from aft_vision.fastformer.summarize import load_summarizer, summarize
 from aft_vision.files import keeping_rows

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import DTYPES
-from train.command_line import CommandParser
 
 CAPABILITIES = ('8.0', '8.6', '8.9', '9.0', '10.0', '12.0')
 # (B, grid, D, channels of a head, window) of vision models, and of text.
@@ -75,7 +75,6 @@ import torch
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.commandline import run_command
 from aft_vision.errors import first_line
 from aft_vision.files import write_json
 from aft_vision.ops.common.errors import AcceleratorError

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from aft_vision.commandline import print_once
+from aft_vision_cli.commandline import print_once
 from train.config_layers import as_yaml
 from train.schema import peak_rate
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.command_line import CommandParser
+from aft_vision_cli.commandline import CommandParser
 
 
 def parse_args(

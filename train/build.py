@@ -22,7 +22,6 @@ from timm.task import TrainingTask
 from timm.utils import random_seed, unwrap_model
 from torch import nn
 
-from aft_vision.commandline import print_once
 from aft_vision.data import (
     BatchAugmentation,
     Loaders,
@@ -41,6 +40,7 @@ from aft_vision.models.checkpoint import Weights, initialize_model, read_weights
 from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
 from aft_vision.sizes import check_image_size, has_fixed_input_size
+from aft_vision_cli.commandline import print_once
 from train.checkpoint import BEST, describe_samples
 from train.distill import StoredTeacher, create_task, keep_classes, load_teacher
 from train.distributed import World

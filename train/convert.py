@@ -32,7 +32,6 @@ from typing import Any
 from timm.utils import random_seed
 from torch import nn
 
-from aft_vision.commandline import run_command
 from aft_vision.data import Loaders
 from aft_vision.evaluate import check_classes
 from aft_vision.export import export_model
@@ -41,6 +40,7 @@ from aft_vision.models.block_alignment import pair_models, select_blocks
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import build_model, set_license
+from aft_vision_cli.commandline import run_command
 from train.build import Images, build_loaders, build_state, model_arguments, resolve_images
 from train.checkpoint import holds_run, lock_run, remove_run, restore
 from train.config import load_config, save_config

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from timm.utils.distributed import is_distributed_env, reduce_tensor, world_info_from_env
 
-from aft_vision.commandline import ERROR_DELAY
 from aft_vision.cores import limit_threads
 from aft_vision.data import Shard
 from aft_vision.devices import resolve_device
+from aft_vision_cli.commandline import ERROR_DELAY
 
 RENDEZVOUS = 'aft-vision'
 

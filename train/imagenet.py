@@ -28,11 +28,11 @@ EXAMPLE = 'finetune'
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
-from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate
 from aft_vision.export import export_model
 from aft_vision.models.checkpoint import load_model, read_checkpoint
 from aft_vision.visualize import class_names, describe_targets, draw_history, save_figure
+from aft_vision_cli.commandline import run_command
 from train.build import (
     build_evaluation,
     build_loaders,

@@ -16,7 +16,6 @@ from timm.data import resolve_data_config, resolve_model_data_config
 from timm.models import PretrainedCfg
 from torch import nn
 
-from aft_vision.commandline import print_once
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.errors import IMPORT_HINT
 from aft_vision.layers.mixers import CAUSAL_MIXERS, MIXERS, AFTMixer, mixer_arguments
@@ -24,6 +23,7 @@ from aft_vision.models.checkpoint import load_model
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
 from aft_vision.models.transfer_source import build_model
+from aft_vision_cli.commandline import print_once
 from train.config_layers import COMMAND_LINE, YAML_WORDS, Layer, merge_checked
 from train.schema import require, unknown
 

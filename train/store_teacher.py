@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from train.command_line import CommandParser
+from aft_vision_cli.commandline import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,7 +52,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError, Preprocessing, create_eval_loader
 from aft_vision.data.checked import MAX_SKIPPED_IN_A_ROW
 from aft_vision.data.datasets import Split, open_train_split, with_evaluation_images

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 
-from train.command_line import CommandParser
+from aft_vision_cli.commandline import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,7 +35,6 @@ if __name__ == '__main__':
 
 import torch
 
-from aft_vision.commandline import run_command
 from aft_vision.data import Loaders, move
 from aft_vision.devices import synchronize
 from aft_vision.timing import Timing, time_interleaved

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from train.command_line import expand_home
+from aft_vision_cli.commandline import expand_home
 
 NULL = re.compile(r'null|Null|NULL|~|')
 BOOLEAN = re.compile(r'true|True|TRUE|false|False|FALSE')

@@ -7,7 +7,7 @@ import sys
 import pytest
 from test_commands import COMMANDS, ROOT
 
-from tools import console
+import aft_vision_cli as console
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ import pytest
 import torch
 from helpers import interpret_triton, link_photographs
 
-from aft_vision.commandline import run_command
 from aft_vision.models import create_decoder
+from aft_vision_cli.commandline import run_command
 from tools.benchmark import compare, table
 from tools.gpu_report import __main__ as gpu_report
 from tools.gpu_report import pieces

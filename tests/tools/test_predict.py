@@ -13,10 +13,10 @@ import torch
 from helpers import CLOTHING, save_model
 from PIL import Image
 
-from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.models.checkpoint import load_model
 from aft_vision.visualize import load_image
+from aft_vision_cli.commandline import run_command
 from tools.predict import count_classes, main
 
 PHOTOGRAPHS = sorted((CLOTHING / 'validation').rglob('*.jpg'))[:3]

@@ -10,9 +10,9 @@ import torch
 from helpers import interpret_triton
 from torch import Tensor
 
-from aft_vision.commandline import run_command
 from aft_vision.ops.common.errors import AcceleratorError
 from aft_vision.ops.declaration import OPERATIONS, Operation
+from aft_vision_cli.commandline import run_command
 from tools import verify_gpu
 
 

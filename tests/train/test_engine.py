@@ -25,10 +25,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from aft_vision.commandline import run_command
 from aft_vision.data import STEP, Augmentation, Loaders, derive_seed
 from aft_vision.data.images import CorruptImageError
 from aft_vision.data.shards import WebDataset
+from aft_vision_cli.commandline import run_command
 from train.build import create_state
 from train.checkpoint import Saver
 from train.diagnosis import NonFiniteLossError

@@ -14,8 +14,8 @@ import train.imagenet
 import train.pixel
 import train.recall
 import train.throughput
-from aft_vision.commandline import run_command
 from aft_vision.models.transfer_source import build_model
+from aft_vision_cli.commandline import run_command
 from train.build import check_image_sizes, model_arguments
 from train.config import load_config
 from train.fastformer.schema import TextConfig

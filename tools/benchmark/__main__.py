@@ -22,8 +22,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from aft_vision_cli.commandline import CommandParser, run_command
 from tools.arguments import DTYPES, parse_count, parse_positive, parse_size
-from train.command_line import CommandParser
 
 SMALL = 'deit_small_patch16_224'
 PEERS = 'cpubone_b0_bfrobust poolformer_s12 convnext_tiny mambaout_tiny xcit_small_12_p16_224'
@@ -117,7 +117,6 @@ if __name__ == '__main__':
 
 import torch
 
-from aft_vision.commandline import run_command
 from aft_vision.cores import LoadMeter, count_cores
 from aft_vision.devices import resolve_device
 from aft_vision.files import write_json

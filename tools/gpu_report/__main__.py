@@ -25,8 +25,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from aft_vision_cli.commandline import EXIT_CODE, CommandParser, run_command
 from tools.arguments import parse_positive
-from train.command_line import CommandParser
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -65,7 +65,6 @@ from typing import Any
 
 import torch
 
-from aft_vision.commandline import EXIT_CODE, run_command
 from aft_vision.cores import count_cores
 from aft_vision.files import replacing, write_json
 from tools.gpu_report.pieces import make_pieces

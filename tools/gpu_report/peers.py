@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from train.command_line import CommandParser
+from aft_vision_cli.commandline import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from aft_vision.commandline import run_command
 from aft_vision.files import write_json
 from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, draw
 from tools.benchmark.ops import KERNEL_SIZE, Operation, Size, draw_qkv, grid_of

@@ -35,10 +35,10 @@ from accelerate import PartialState
 from datasets import disable_progress_bars
 from transformers.utils import logging
 
-from aft_vision.commandline import run_command
 from aft_vision.cores import limit_threads
 from aft_vision.devices import resolve_device
 from aft_vision.files import write_json
+from aft_vision_cli.commandline import run_command
 from train.checkpoint import holds_run, lock_run
 from train.config import save_config
 from train.fastformer.run import CONFIG, RESULT, TextRun

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-# A wheel has this folder as the package aft_vision_cli, with the commands and configs in it: their names, such as
-# `train`, may be those of other packages. It is no part of aft_vision, whose import takes seconds.
+# A wheel has the commands and configs inside this package: their names, such as `train`, may be those of other
+# packages. It is no part of aft_vision, whose import takes seconds.
 HERE = Path(__file__).resolve().parent
-ROOT = HERE if (HERE / 'train').is_dir() else HERE.parents[1]
+ROOT = HERE if (HERE / 'train').is_dir() else HERE.parent
 DISTRIBUTION = 'aft-vision'
 # The commands that --help lists first, and those that are not named after their modules.
 FIRST = ('train', 'predict', 'eval', 'report', 'export')
