@@ -63,15 +63,15 @@ class ConvertConfig(Config):
 
     def stages(self) -> dict[str, Config]:
         """Return the experiments of the stages by name, in their order; each is one of train.imagenet."""
-        section, found = self.convert, {}
+        section, stages = self.convert, {}
         if section.blocks_epochs:
-            found['blocks'] = self._unlabelled(section.blocks_epochs, section.blocks_lr, kind='blocks')
+            stages['blocks'] = self._unlabelled(section.blocks_epochs, section.blocks_lr, kind='blocks')
         if section.features_epochs:
             only: dict[str, Any] = dict(kind='feature', task_loss_weight=0.0, distill_loss_weight=1.0)
-            found['features'] = self._unlabelled(section.features_epochs, section.features_lr, **only)
+            stages['features'] = self._unlabelled(section.features_epochs, section.features_lr, **only)
         if section.fine_tune != 'none':
-            found['labels'] = self._stage(distill=self.distill if section.fine_tune == 'distill' else DistillConfig())
-        return found
+            stages['labels'] = self._stage(distill=self.distill if section.fine_tune == 'distill' else DistillConfig())
+        return stages
 
     def _unlabelled(self, epochs: int, lr: float, **kind: Any) -> Config:
         peak = peak_rate(lr, self.data.batch_size)

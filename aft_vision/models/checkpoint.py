@@ -1,5 +1,6 @@
 """Checkpoints of image classifiers: the trained model of one, and a model that starts from its weights."""
 
+import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import torch
 from timm.models import PretrainedCfg
 from torch import nn
 
-from aft_vision.files import find_checkpoint
+from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.layers import aft_mixers
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.decoders import DECODERS
@@ -127,6 +128,23 @@ def read_record(checkpoint: str | Path) -> dict[str, Any]:
         ValueError: the file is damaged or not a checkpoint.
     """
     return read_checkpoint(checkpoint) if find_checkpoint(checkpoint).is_file() else {}
+
+
+def read_pretrained_cfg(checkpoint: str | Path) -> dict[str, Any]:
+    """Read the preprocessing and class names of a checkpoint, as in `load_model`, without building its model.
+
+    Raises:
+        ValueError: as `load_model`.
+    """
+    path = find_checkpoint(checkpoint)
+    if path.is_dir():
+        check_folder(path)
+        config = json.loads((path / 'config.json').read_bytes())
+        return dict(config.get('pretrained_cfg', config))
+    is_name = not path.exists() and timm.models.is_model_pretrained(str(checkpoint))
+    content = {} if is_name else read_checkpoint(path)
+    known = timm.get_pretrained_cfg(content.get('model_name', str(checkpoint))) or PretrainedCfg()
+    return {**known.to_dict(), **_recorded_cfg(content)}
 
 
 def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:

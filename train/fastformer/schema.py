@@ -1,7 +1,7 @@
 """The sections and keys shared by the experiments of all tasks; each task adds keys to `data`."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ from aft_vision.data.ranges import check_ranges, within
 from aft_vision.errors import IMPORT_HINT
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
 from train.config_layers import as_yaml
-from train.model_section import check_arguments, described, meanings_of, supported
+from train.model_section import arguments_schema, check_arguments, refuse_reserved
 from train.schema import Experiment, require, unknown
 
 RESERVED_KEYS = {
@@ -223,14 +223,10 @@ class TextConfig(Experiment):
         """Return the keys of the `model` section as a dataclass: ours, without those of every model of transformers."""
         ours = [each for each in reversed(cls.model_config.__mro__) if issubclass(each, FastformerConfig)]
         hints = {name: hint for each in ours for name, hint in each.__annotations__.items()}
-        meanings = {name: meaning for each in ours for name, meaning in meanings_of(each).items()}
-        meanings |= {key: f'Not for an experiment: {reason}.' for key, reason in cls.reserved.items()}
         texts = {'preset': 'A column of the Table 9 presets, which the other keys change.', **cls.more_keys}
-        keys = [(name, str | None, described(name, str, 'null', meaning)) for name, meaning in texts.items()]
-        for name, hint in hints.items():
-            default = as_yaml(getattr(cls.model_config, name, None))
-            keys.append((name, supported(hint), described(name, hint, default, meanings.get(name, ''))))
-        return make_dataclass('Model', keys)
+        reserved = {key: f'Not for an experiment: {reason}.' for key, reason in cls.reserved.items()}
+        defaults = {name: as_yaml(getattr(cls.model_config, name, None)) for name in hints}
+        return arguments_schema({**dict.fromkeys(texts, str), **hints}, ours, {**reserved, **texts}, defaults)
 
     def check_model(self) -> dict[str, Any]:
         """Return the `model` section, `{preset: ..., **keyword arguments of FastformerConfig}`, in its types.
@@ -238,8 +234,7 @@ class TextConfig(Experiment):
         Raises:
             ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
         """
-        for key in self.reserved.keys() & self.model.keys():
-            raise ValueError(f'model.{key} = {self.model[key]!r} is not for an experiment: {self.reserved[key]}')
+        refuse_reserved(self.model, self.reserved)
         checked = check_arguments(self.model, self.model_schema())
         named = (
             ('preset', PRESETS, 'a preset'),
