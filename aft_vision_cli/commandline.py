@@ -159,9 +159,10 @@ def process_number() -> int:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Return whether a user can fix the error; running out of memory counts."""
-    by_memory = type(error).__name__ == 'OutOfMemoryError' or ENDED.match(_message(error)) is not None
-    return isinstance(error, USER_ERRORS) or by_memory
+    """Return whether a user can fix the error."""
+    # Memory has run out, or a file of safetensors is damaged.
+    by_name = type(error).__name__ in ('OutOfMemoryError', 'SafetensorError')
+    return isinstance(error, USER_ERRORS) or by_name or ENDED.match(_message(error)) is not None
 
 
 def _message(error: BaseException) -> str:

@@ -51,7 +51,6 @@ if __name__ == '__main__':
 from aft_vision.devices import use_device
 from aft_vision.fastformer.summarize import load_summarizer, summarize
 from aft_vision.files import keeping_rows
-from aft_vision.models.weight_files import check_checksums
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
@@ -65,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
     if args.out is not None and args.out.is_dir():
         raise ValueError(f'expected a file for the summaries, got --out {args.out}, a folder')
     texts = [read_text(name) for name in args.files]
-    check_checksums(args.model)
     model, tokenizer = load_summarizer(args.model, use_device(args.device))
     names = ('num_beams', 'min_new_tokens', 'length_penalty', 'no_repeat_ngram_size')
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

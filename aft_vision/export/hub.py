@@ -23,7 +23,6 @@ from aft_vision.export.verify import Check, channels, smallest_size
 from aft_vision.files import sync_directory
 from aft_vision.models import AFTPyramid, AFTVisionTransformer
 from aft_vision.models.state_dict import StateDictError, check_state_dict
-from aft_vision.models.weight_files import add_checksum
 from aft_vision.sizes import default_size, has_fixed_input_size, record_size, resize_model, takes_any_size
 
 CITATION = """@article{zhai2021attention,
@@ -343,7 +342,6 @@ def _write_weights(
     _correct_config(folder / 'config.json', license)
     # safetensors 0.8 lets only the owner read what it writes.
     shutil.copymode(folder / 'config.json', folder / 'model.safetensors')
-    add_checksum(folder / 'model.safetensors')
 
 
 def _check_rebuilt(model: nn.Module) -> None:

@@ -26,7 +26,6 @@ from aft_vision.devices import reset_peak_memory
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.files import write_json
-from aft_vision.models.weight_files import add_checksum, check_checksums
 from train.fastformer.schema import RESERVED_KEYS, TextConfig, stated_model, text_model_config
 from train.fastformer.trainer import EpochMeter, StopAfterSignal, finished_training, last_checkpoint, training_arguments
 from train.signals import catch_signals, stop_run
@@ -163,9 +162,6 @@ class TextRun(ABC):
                 trainer.state.is_world_process_zero = trainer.is_world_process_zero()
                 trainer.state.is_local_process_zero = trainer.is_local_process_zero()
             trainer.save_model(str(folder / 'best'))
-            if trainer.is_world_process_zero():
-                for weights in (folder / 'best').glob('*.safetensors'):
-                    add_checksum(weights)
             tested = self.test(trainer, tokenizer, 'test', folder)
             parameters = sum(parameter.numel() for parameter in model.parameters())
             result = self.summarize_run(trainer, tested, seed) | {'parameters': parameters}
@@ -274,8 +270,7 @@ class TextRun(ABC):
         self._coverage.update(coverage._asdict())
 
     def load_model(self, source: str | Path) -> PreTrainedModel:
-        """Load a saved model for this experiment, and check its bytes."""
-        check_checksums(source)
+        """Load a saved model for this experiment."""
         model = self.auto_model.from_pretrained(source, attn_implementation=self.config.run.attention)
         self.check_loaded(model, source)
         return model
