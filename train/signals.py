@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from aft_vision.data.imagenet import STOP_SIGNALS
+from aft_vision.data.loaders import STOP_SIGNALS
 from aft_vision_cli.commandline import process_number, program_name
 
 

@@ -55,8 +55,8 @@ from tqdm import tqdm
 from aft_vision.data import CorruptImageError, Preprocessing, create_eval_loader
 from aft_vision.data.checked import MAX_SKIPPED_IN_A_ROW
 from aft_vision.data.datasets import Split, open_train_split, with_evaluation_images
-from aft_vision.data.imagenet import survive_signals
 from aft_vision.data.images import describe_skipped
+from aft_vision.data.loaders import survive_signals
 from aft_vision.data.teacher_outputs import (
     SKIPPED,
     STORED,

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from aft_vision.data.imagenet import survive_signals
+from aft_vision.data.loaders import survive_signals
 from aft_vision.data.pixels import PixelAugmentation
 from aft_vision.data.recall import FILLER, RecallTask
 from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Shard, derive_seed
