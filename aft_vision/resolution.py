@@ -249,8 +249,8 @@ def draw_accuracies(tables: Sequence[Mapping[str, Any]]) -> Any:
     columns = list(dict.fromkeys(map(size_label, rows)))
     trained = [size_label({'scales': [table['train_size']]}) for table in tables]
     names = [f'{table["name"]}, {size}' for table, size in zip(tables, trained, strict=True)]
-    found = [{size_label(row): row['top1'] for row in table['sizes']} for table in tables]
-    values = [[of_model.get(column, math.nan) for column in columns] for of_model in found]
+    accuracies = [{size_label(row): row['top1'] for row in table['sizes']} for table in tables]
+    values = [[of_model.get(column, math.nan) for column in columns] for of_model in accuracies]
     figure = new_figure(2.5 + 0.09 * max(map(len, names)) + 0.7 * len(columns), 1.6 + 0.5 * len(tables))
     axes = figure.subplots()
     image = axes.imshow(values, cmap='viridis', aspect='auto')

@@ -37,10 +37,10 @@ def check_channels(model: Any, *supported: int) -> None:
     """Raise a ValueError unless a model takes images of one of these numbers of channels."""
     first = (getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')
     layer = dict(model.named_modules()).get(first) if isinstance(first, str) else None
-    found = getattr(layer, 'in_channels', None) or resolve_model_data_config(model)['input_size'][0]
-    if found not in supported:
+    channels = getattr(layer, 'in_channels', None) or resolve_model_data_config(model)['input_size'][0]
+    if channels not in supported:
         raise ValueError(
-            f'expected a model of images of {" or ".join(map(str, supported))} channels, got one of {found}'
+            f'expected a model of images of {" or ".join(map(str, supported))} channels, got one of {channels}'
         )
 
 

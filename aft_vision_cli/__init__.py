@@ -74,12 +74,12 @@ def fail(message: str) -> int:
 
 def find_commands() -> dict[str, str]:
     """Return the module of each command by its name, those of FIRST first."""
-    found = {}
+    commands = {}
     for path in (*ROOT.glob('t*/*.py'), *ROOT.glob('t*/*/__main__.py')):
         module = '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__main__')
         if module.startswith(('train.', 'tools.')) and 'run_command(main)' in path.read_text(encoding='utf-8'):
-            found[NAMES.get(module, module.partition('.')[2].replace('_', '-'))] = module
-    return {name: found[name] for name in (*FIRST, *sorted(found.keys() - {*FIRST}))}
+            commands[NAMES.get(module, module.partition('.')[2].replace('_', '-'))] = module
+    return {name: commands[name] for name in (*FIRST, *sorted(commands.keys() - {*FIRST}))}
 
 
 def list_commands() -> str:
@@ -103,4 +103,4 @@ def find_extra(module: str) -> str | None:
     # A distribution may have a hyphen where its package has an underscore.
     name = re.escape(module.partition('.')[0]).replace('_', '[-_]')
     pattern = re.compile(rf"{name}\b.*extra == ['\"]([\w-]+)", re.IGNORECASE)
-    return next((found[1] for each in needed if (found := pattern.match(each))), None)
+    return next((match[1] for each in needed if (match := pattern.match(each))), None)

@@ -27,7 +27,7 @@ ERROR_DELAY = 2.0
 
 def expand_home(text: str) -> str:
     """Expand `~`, `~user` and `$HOME` at the start of a text, as a shell does where an option is a word of its own."""
-    return HOME.sub(lambda found: found['scheme'] + os.path.expanduser(found['user'] or '~'), text)
+    return HOME.sub(lambda match: match['scheme'] + os.path.expanduser(match['user'] or '~'), text)
 
 
 def program_name() -> str | None:
@@ -94,11 +94,11 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = sys.argv[1:] if args is None else list(args)
         import_plugins()
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         # The rest has the options of a parser within another one, and overrides, which are parsed after the options.
         if options := [each for each in rest if each.startswith('--')]:
             self.error(f'unrecognized arguments: {" ".join(options)}')
-        return found, rest
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         # argparse does not say which option it does not know if another one is missing.

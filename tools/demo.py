@@ -206,10 +206,10 @@ def build_page(models: dict[str, Any], examples: Sequence[Path], decoding: Decod
     def show(path: str | None, side: int, query: tuple[float, float]) -> list[Any]:
         if path is None:
             return [None] * (1 + 4 * len(models))
-        found = [answer(model, path, side, query, decoding) for model in models.values()]
+        answers = [answer(model, path, side, query, decoding) for model in models.values()]
         threads = torch.get_num_threads()
-        times = [f'{each.milliseconds:.1f} ms, one image, {threads} thread{"s" * (threads > 1)}' for each in found]
-        each = [[a.classes, t, a.attention, a.keys] for a, t in zip(found, times, strict=True)]
+        times = [f'{each.milliseconds:.1f} ms, one image, {threads} thread{"s" * (threads > 1)}' for each in answers]
+        each = [[a.classes, t, a.attention, a.keys] for a, t in zip(answers, times, strict=True)]
         seen = Image.fromarray(load_photograph(path, first, (side, side), decoding).pixels.numpy())
         return [seen, *(part for parts in each for part in parts)]
 

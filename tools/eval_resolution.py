@@ -238,10 +238,10 @@ def print_classes(rows: Sequence[dict[str, Any]]) -> None:
     width = max(len('class'), *(len(name) for name in rows[0]['classes']))
     print(f'\n{"class":{width}}  {"images":>6}  ' + '  '.join(f'{title:>8}' for title in titles))
     for name, first in rows[0]['classes'].items():
-        found = (row['classes'][name]['top1'] for row in rows)
+        accuracies = (row['classes'][name]['top1'] for row in rows)
         cells = (
             f'{"-" if top1 is None else f"{top1:.2f}":>{max(len(title), 8)}}'
-            for top1, title in zip(found, titles, strict=True)
+            for top1, title in zip(accuracies, titles, strict=True)
         )
         print(f'{name:{width}}  {first["samples"]:>6}  ' + '  '.join(cells))
 
@@ -330,10 +330,10 @@ def read_real_labels(path: Path, loader: Any) -> list[list[int]]:
     other = next((name for (name, _), number in zip(reader.samples, numbers, strict=True) if not number), None)
     if other is not None:
         raise ValueError(f'expected images named ILSVRC2012_val_NUMBER for --real-labels, got {other}')
-    found = [int(number[1]) - 1 for number in numbers if number]
-    if not all(0 <= number < len(labels) for number in found):
-        raise ValueError(f'expected the labels of {max(found) + 1} images in {path}, got {len(labels)}')
-    reader.samples = [(name, number) for (name, _), number in zip(reader.samples, found, strict=True)]
+    indices = [int(number[1]) - 1 for number in numbers if number]
+    if not all(0 <= number < len(labels) for number in indices):
+        raise ValueError(f'expected the labels of {max(indices) + 1} images in {path}, got {len(labels)}')
+    reader.samples = [(name, number) for (name, _), number in zip(reader.samples, indices, strict=True)]
     return labels
 
 

@@ -163,8 +163,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if args.format == 'hf':
         content = read_record(args.checkpoint) if args.checkpoint else {}
         parts = [part for part in PARTS if part not in args.without]
-        for name, found in export_hub_folder(model, args.out, args.size, content, args.license, parts).items():
-            print(f'{name}: differs from PyTorch by at most {max(check.difference for check in found):.1e}')
+        for name, checks in export_hub_folder(model, args.out, args.size, content, args.license, parts).items():
+            print(f'{name}: differs from PyTorch by at most {max(check.difference for check in checks):.1e}')
     elif args.format == 'web':
         show_checks(export_web(model, args.out, shape, runtime=args.runtime, tolerance=args.tolerance))
     else:

@@ -67,8 +67,8 @@ def free_memory(device: torch.device) -> int | None:
     if device.type != 'cuda':
         path = Path('/proc/meminfo')
         lines = path.read_text().splitlines() if path.exists() else []
-        found = [line.split()[1] for line in lines if line.startswith('MemAvailable:')]
-        return 1024 * int(found[0]) if found else None
+        amounts = [line.split()[1] for line in lines if line.startswith('MemAvailable:')]
+        return 1024 * int(amounts[0]) if amounts else None
     # Memory that torch caches is free too.
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

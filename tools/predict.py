@@ -97,13 +97,13 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             except CorruptImageError as error:
                 damaged.append(str(error))
                 continue
-            found = predictions(model, model(images.to(device)), args.top)
+            classes = predictions(model, model(images.to(device)), args.top)
             rows.append(
-                {'image': str(file), 'classes': [{'class': name, 'probability': chance} for name, chance in found]}
+                {'image': str(file), 'classes': [{'class': name, 'probability': chance} for name, chance in classes]}
             )
             keep(rows[-1])
             if is_table:
-                print('\n'.join([str(file), *(f'{100 * chance:7.1f} %  {name}' for name, chance in found)]))
+                print('\n'.join([str(file), *(f'{100 * chance:7.1f} %  {name}' for name, chance in classes)]))
     if args.json:
         print(json.dumps(rows, indent=2))
     if len(rows) > 1:
@@ -132,8 +132,8 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path, is_json: bool) -> Non
 
 def count_classes(rows: Sequence[dict[str, Any]]) -> str:
     """Return how many images have each class as the most likely one, as a sentence."""
-    found = Counter(row['classes'][0]['class'] for row in rows)
-    return f'{len(rows)} images: {list_names([f"{count} {name}" for name, count in found.most_common()], 10)}'
+    counts = Counter(row['classes'][0]['class'] for row in rows)
+    return f'{len(rows)} images: {list_names([f"{count} {name}" for name, count in counts.most_common()], 10)}'
 
 
 def load_published(name: str) -> Any:

@@ -140,8 +140,10 @@ def measure_pruned(
     device = next(model.parameters()).device
     metrics = evaluate_all(pruned, loader, device, progress=sys.stderr.isatty(), classes=classes)
     rows = []
-    for threshold, each, found in zip(thresholds, pruned, metrics, strict=True):
-        accuracy: dict[str, Any] = {name: found[name] for name in ('top1', 'top5', 'loss', 'samples') if name in found}
+    for threshold, each, measured in zip(thresholds, pruned, metrics, strict=True):
+        accuracy: dict[str, Any] = {
+            name: measured[name] for name in ('top1', 'top5', 'loss', 'samples') if name in measured
+        }
         rows.append({'threshold': threshold, **accuracy, **sparsity_metrics(each)})
     return rows
 

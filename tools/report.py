@@ -186,10 +186,10 @@ def is_older(table: Path, checkpoint: Path) -> bool:
 
 def sizes_section(path: Path) -> str:
     """Draw the accuracies by image size that tools.eval_resolution wrote, with their checkpoint and data."""
-    found = json.loads(path.read_text())
-    alt = f'Accuracy, speed and memory at {len(found["sizes"])} image sizes'
-    caption = f'{found["checkpoint"]} on {found["data"]}, from {path.name}.'
-    return picture(figure_png(draw_sizes(found['sizes'], found['train_size'])), alt, caption)
+    table = json.loads(path.read_text())
+    alt = f'Accuracy, speed and memory at {len(table["sizes"])} image sizes'
+    caption = f'{table["checkpoint"]} on {table["data"]}, from {path.name}.'
+    return picture(figure_png(draw_sizes(table['sizes'], table['train_size'])), alt, caption)
 
 
 def draw_picture(args: argparse.Namespace) -> Any:
@@ -203,12 +203,12 @@ def draw_picture(args: argparse.Namespace) -> Any:
         options |= dict(before=before, layers=layers, exponentiated=args.exponentiated)
         return draw_position_biases(model, **options)
     photograph = load_photograph(args.images, model, args.size, decoding(args))
-    logits, found = capture_mixers(model, photograph.images.to(device))
+    logits, inputs = capture_mixers(model, photograph.images.to(device))
     text = '\n'.join(f'{100 * chance:5.1f}%  {name}' for name, chance in predictions(model, logits))
     options |= dict(chosen_layers=layers, text=text)
     if args.only == 'keys':
-        return draw_key_maps(photograph, found, **options)
-    height, width = found[0].grid
+        return draw_key_maps(photograph, inputs, **options)
+    height, width = inputs[0].grid
     row, column = args.query or (height // 2 + 1, width // 2 + 1)
     return draw_attention(photograph, model, (row - 1, column - 1), **options)
 

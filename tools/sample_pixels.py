@@ -152,9 +152,9 @@ def read_images(args: argparse.Namespace, img_size: tuple[int, int], skipped: Sk
         return load_pixels(args.images, img_size, skipped)
     images = read_cifar10(args.data, 'test')
     if images.shape[1:3] != img_size:
-        made, found = (f'{height} x {width}' for height, width in (img_size, images.shape[1:3]))
+        made, stored = (f'{height} x {width}' for height, width in (img_size, images.shape[1:3]))
         raise ValueError(
-            f'expected images of {made} pixels (H x W), as {args.checkpoint} has, got {found} in {args.data}'
+            f'expected images of {made} pixels (H x W), as {args.checkpoint} has, got {stored} in {args.data}'
         )
     indices = list(range(min(8, len(images)))) if args.indices is None else args.indices
     outside = [index for index in indices if not 0 <= index < len(images)]

@@ -275,12 +275,12 @@ def restore(
         ValueError: the checkpoint is missing, damaged, without the optimizer, or of another model or other data.
     """
     place = folder if where == 'auto' else Path(where)
-    found = read_latest(place) if where == 'auto' or place.is_dir() else (place, read_checkpoint(place))
-    if found is None:
+    latest = read_latest(place) if where == 'auto' or place.is_dir() else (place, read_checkpoint(place))
+    if latest is None:
         if where == 'auto':
             return None
         raise ValueError(f'expected a run with a checkpoint in {place}, got none')
-    path, content = found
+    path, content = latest
     if 'optimizer' not in content:
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
     changes: list[str] = []
@@ -340,7 +340,7 @@ def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -
 def _changes(content: dict[str, Any], record: dict[str, Any], world_size: int) -> list[str]:
     """Return the differences between a run and the one that it resumes."""
     before = {**content['config'], 'world_size': content['world_size']}
-    found = []
+    changes = []
     for section, value in {**record, 'world_size': world_size}.items():
         # A checkpoint of an earlier version lacks newer sections.
         old = before.get(section, value)
@@ -350,5 +350,5 @@ def _changes(content: dict[str, Any], record: dict[str, Any], world_size: int) -
             keys = RUN_KEYS if section == 'run' else dict.fromkeys([*value, *(old or {})])
             pairs = {f'{section}.{key}': ((old or {}).get(key), value.get(key)) for key in keys}
         changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in LOADING_KEYS}
-        found += [f'{name} = {new!r}, was {was!r}' for name, (was, new) in changed.items()]
-    return found
+        changes += [f'{name} = {new!r}, was {was!r}' for name, (was, new) in changed.items()]
+    return changes

@@ -57,14 +57,14 @@ class Teacher(DistillationTeacher):
         self.hard = hard
 
     def forward(self, input: torch.Tensor, return_features: bool = False) -> torch.Tensor:
-        found = super().forward(input, return_features)
-        return one_hot(found) if self.hard and not return_features else found
+        output = super().forward(input, return_features)
+        return one_hot(output) if self.hard and not return_features else output
 
     def both(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits and the pooled features of normalised images."""
         model: Any = self.model
-        found = model.forward_features(input)
-        return model.forward_head(found), model.forward_head(found, pre_logits=True)
+        features = model.forward_features(input)
+        return model.forward_head(features), model.forward_head(features, pre_logits=True)
 
 
 class StoredTeacher(DistillationTeacher):
@@ -119,9 +119,9 @@ class StoredTeacher(DistillationTeacher):
 
     def _read(self, name: str, input: torch.Tensor) -> torch.Tensor:
         images, crops = divmod(self.crops.cpu().numpy(), self.outputs.facts.crops)
-        found = self.outputs.arrays[name][images, crops]
+        values = self.outputs.arrays[name][images, crops]
         # torch has few operations of unsigned integers.
-        return torch.from_numpy(found.astype(np.int64) if found.dtype.kind == 'u' else found).to(input.device)
+        return torch.from_numpy(values.astype(np.int64) if values.dtype.kind == 'u' else values).to(input.device)
 
 
 class SoftFeatureTask(FeatureDistillationTask):
@@ -146,8 +146,8 @@ class SoftFeatureTask(FeatureDistillationTask):
         with torch.no_grad():
             wanted_logits, wanted = teacher.both(teacher.normalize_input(input, mean, std))
             wanted = nn.functional.layer_norm(wanted.float(), wanted.shape[-1:])
-        found, target_logs = ((each.float() / self.temperature).log_softmax(dim=-1) for each in (logits, wanted_logits))
-        divergence = nn.functional.kl_div(found, target_logs, reduction='batchmean', log_target=True)
+        logs, target_logs = ((each.float() / self.temperature).log_softmax(dim=-1) for each in (logits, wanted_logits))
+        divergence = nn.functional.kl_div(logs, target_logs, reduction='batchmean', log_target=True)
         divergence = divergence * self.temperature**2
         kd_loss = divergence + self.feature_loss_weight * nn.functional.mse_loss(features.float(), wanted)
         total = self.task_loss_weight * task_loss + self.distill_loss_weight * kd_loss
@@ -286,11 +286,11 @@ def find_weights(weights: str) -> Path:
     if spec is None:
         raise ValueError(f'expected distill.teacher_weights to be a file or an installed package, got {weights!r}')
     places = spec.submodule_search_locations or []
-    found = [each for place in places for each in sorted(Path(place).rglob('*')) if each.suffix in WEIGHT_FILES]
-    if len(found) != 1:
-        listed = ', '.join(map(str, found)) or 'none'
+    files = [each for place in places for each in sorted(Path(place).rglob('*')) if each.suffix in WEIGHT_FILES]
+    if len(files) != 1:
+        listed = ', '.join(map(str, files)) or 'none'
         raise ValueError(f'expected one file of weights in the package {weights}, got {listed}; name the file')
-    return found[0]
+    return files[0]
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

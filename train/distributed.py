@@ -61,9 +61,9 @@ class World:
         """Return the largest number of all processes."""
         if not self.is_distributed:
             return number
-        found = torch.tensor(number, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found)
+        tensor = torch.tensor(number, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
 
     def wait(self) -> None:
         """Wait until all processes have come here."""

@@ -343,13 +343,13 @@ def _evaluate(state: TrainState, loader: Any | None) -> tuple[dict[str, float], 
         'evaluator': iter(evaluators.values()).__next__,
     }
     metrics = evaluate_all(list(models.values()), loader, world.device, **options)
-    found = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
-    if not math.isfinite(found['loss']):
+    results = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
+    if not math.isfinite(results['loss']):
         raise FloatingPointError(
-            f'expected a finite validation loss, got {found["loss"]} after epoch {state.progress.epoch}; '
+            f'expected a finite validation loss, got {results["loss"]} after epoch {state.progress.epoch}; '
             f'the checkpoints are those before it, as far as run.keep goes back; {REMEDY}'
         )
-    return found, evaluators
+    return results, evaluators
 
 
 def _keep_best(state: TrainState, evaluated: dict[str, float], evaluators: dict[str, Any], saver: Saver) -> None:

@@ -137,8 +137,8 @@ def evaluate_weights(
     )
     if world.is_primary:
         top5 = f'  top-5 {metrics["top5"]:.3f} %' if 'top5' in metrics else ''
-        found = f'top-1 {metrics["top1"]:.3f} %{top5}  loss {metrics["loss"]:.4f}'
-        print(f'{config.model["name"]}: {found}  images {metrics["samples"]:.0f}')
+        line = f'top-1 {metrics["top1"]:.3f} %{top5}  loss {metrics["loss"]:.4f}'
+        print(f'{config.model["name"]}: {line}  images {metrics["samples"]:.0f}')
     return metrics
 
 
@@ -165,9 +165,9 @@ def describe_worst(names: Sequence[str], by_class: Sequence[Sequence[int]], most
         by_class: Images and right predictions of each class; a class without images is left out.
         most: Number of classes that are named.
     """
-    found = [(right / images, -images, name) for name, (images, right) in zip(names, by_class, strict=True) if images]
-    worst = [f'{name} {100 * share:.1f} % of {-images}' for share, images, name in sorted(found)[:most]]
-    return f'; worst classes: {", ".join(worst)}' if len(found) > 1 else ''
+    shares = [(right / images, -images, name) for name, (images, right) in zip(names, by_class, strict=True) if images]
+    worst = [f'{name} {100 * share:.1f} % of {-images}' for share, images, name in sorted(shares)[:most]]
+    return f'; worst classes: {", ".join(worst)}' if len(shares) > 1 else ''
 
 
 if __name__ == '__main__':

@@ -146,9 +146,11 @@ def _print_accuracy(config: Config, teacher: nn.Module, size: int, world: World,
     batch = config.data.eval_batch_size or config.data.batch_size
     loader, _ = create_eval_loader(config.data, read, batch, shard=shard, num_workers=workers, device=world.device)
     options: dict[str, Any] = dict(amp_dtype=AMP_DTYPES[config.run.amp], distributed=world.is_distributed)
-    found = evaluate(teacher, loader, world.device, progress=progress and world.is_primary, **options)
+    metrics = evaluate(teacher, loader, world.device, progress=progress and world.is_primary, **options)
     if world.is_primary:
-        print(f'{config.distill.teacher} at {size} px: top-1 {found["top1"]:.2f} % of {found["samples"]:.0f} images')
+        print(
+            f'{config.distill.teacher} at {size} px: top-1 {metrics["top1"]:.2f} % of {metrics["samples"]:.0f} images'
+        )
 
 
 def _store(
@@ -209,10 +211,10 @@ def _outputs(model: Teacher, images: torch.Tensor, facts: Facts) -> dict[str, np
     else:
         logits, features = model(images), None
     logs, classes = logits.double().log_softmax(dim=-1).topk(facts.top_k)
-    found = {'classes': classes.cpu().numpy().astype(np.uint16), 'log_probabilities': logs.half().cpu().numpy()}
+    outputs = {'classes': classes.cpu().numpy().astype(np.uint16), 'log_probabilities': logs.half().cpu().numpy()}
     if features is not None:
-        found['features'] = features.half().cpu().numpy()
-    return found
+        outputs['features'] = features.half().cpu().numpy()
+    return outputs
 
 
 if __name__ == '__main__':

@@ -184,11 +184,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         loaders = build_loaders(config, images, world)
         state, _ = build_state(config, images, loaders, world)
         throughput = measure_throughput(state, loaders, args.rounds)
-        found = measure_overhead(state, next(iter(loaders.train)), args.rounds)
+        overhead = measure_overhead(state, next(iter(loaders.train)), args.rounds)
         if world.is_primary:
             print(throughput)
-            low, high = found.quartiles
-            print(f'update by the trainer / bare update: {found.ratio:.3f}, quartiles {low:.3f} to {high:.3f}')
+            low, high = overhead.quartiles
+            print(f'update by the trainer / bare update: {overhead.ratio:.3f}, quartiles {low:.3f} to {high:.3f}')
 
 
 if __name__ == '__main__':

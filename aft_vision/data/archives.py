@@ -55,10 +55,10 @@ def read_solution(path: Path) -> dict[str, str]:
     """
     with path.open(newline='') as file:
         if path.name == ANNOTATIONS:
-            found = [re.match(r'([^\t]+)\t(n\d{8})\t', line) for line in file]
-            if not found or None in found:
+            matches = [re.match(r'([^\t]+)\t(n\d{8})\t', line) for line in file]
+            if not matches or None in matches:
                 raise ValueError(f'expected lines of an image, its class and its box in {path}, got others')
-            return {PurePosixPath(each[1]).stem: each[2] for each in found if each}
+            return {PurePosixPath(each[1]).stem: each[2] for each in matches if each}
         rows = csv.DictReader(file)
         if not {'ImageId', 'PredictionString'} <= set(rows.fieldnames or ()):
             raise ValueError(f'expected the columns ImageId and PredictionString in {path}, got {rows.fieldnames}')
@@ -171,9 +171,9 @@ def _names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if not is_hidden(path.name)]
 
 
-def _check_equal(what: str, found: Iterable[str], wanted: Iterable[str]) -> None:
-    missing, others = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+def _check_equal(what: str, names: Iterable[str], wanted: Iterable[str]) -> None:
+    missing, others = sorted(set(wanted) - set(names)), sorted(set(names) - set(wanted))
     if missing or others:
         raise ValueError(
-            f'expected {len(set(wanted))} {what}, got {len(set(found))}; missing: {missing[:5]}, others: {others[:5]}'
+            f'expected {len(set(wanted))} {what}, got {len(set(names))}; missing: {missing[:5]}, others: {others[:5]}'
         )

@@ -187,10 +187,10 @@ class TorchvisionDataset(CheckedDataset):
         # Data sets of image files.
         if hasattr(dataset, 'loader'):
             dataset.loader = self.open_image
-        found = getattr(dataset, 'targets', getattr(dataset, 'labels', None))
-        if found is not None:
+        labels = getattr(dataset, 'targets', getattr(dataset, 'labels', None))
+        if labels is not None:
             # numpy warns about tensors.
-            self.targets = np.array(found.tolist() if isinstance(found, torch.Tensor) else found)
+            self.targets = np.array(labels.tolist() if isinstance(labels, torch.Tensor) else labels)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -26,22 +26,22 @@ def match_classes(trained: Sequence[str], wanted: Sequence[str]) -> list[int | N
     unless another class has exactly the wanted name.
     """
     exact = _places([[normal_name(name)] for name in trained])
-    found = [exact.get(normal_name(name), []) for name in wanted]
-    if not all(found):
+    matches = [exact.get(normal_name(name), []) for name in wanted]
+    if not all(matches):
         of_synsets = _places([_synsets_of(name) for name in trained])
-        found = [
+        matches = [
             places or sorted({place for key in _synsets_of(name) for place in of_synsets.get(key, ())})
-            for name, places in zip(wanted, found, strict=True)
+            for name, places in zip(wanted, matches, strict=True)
         ]
     # Some words are those of two classes, such as crane, which their place tells apart.
     if len(trained) == len(wanted):
-        found = [[index] if index in places else places for index, places in enumerate(found)]
-    claims = Counter(places[0] for places in found if len(places) == 1)
+        matches = [[index] if index in places else places for index, places in enumerate(matches)]
+    claims = Counter(places[0] for places in matches if len(places) == 1)
     return [
         places[0]
         if len(places) == 1 and (claims[places[0]] == 1 or _is_own(trained, wanted, places[0], index))
         else None
-        for index, places in enumerate(found)
+        for index, places in enumerate(matches)
     ]
 
 
@@ -100,11 +100,11 @@ def _is_own(trained: Sequence[str], wanted: Sequence[str], place: int, index: in
 
 def _places(keys: Sequence[Sequence[str]]) -> dict[str, list[int]]:
     """Return the places of the classes that have each key."""
-    found: dict[str, list[int]] = {}
+    indices: dict[str, list[int]] = {}
     for place, each in enumerate(keys):
         for key in each:
-            found.setdefault(key, []).append(place)
-    return found
+            indices.setdefault(key, []).append(place)
+    return indices
 
 
 def list_names(names: Sequence[str], most: int = 3) -> str:
@@ -122,9 +122,9 @@ def _synsets_of(name: str) -> list[str]:
 @cache
 def _synsets() -> dict[str, list[str]]:
     """Return the synsets of ImageNet-1k by their words, all of them and the first."""
-    info, found = ImageNetInfo(), dict[str, list[str]]()
+    info, synsets = ImageNetInfo(), dict[str, list[str]]()
     for synset in info.label_names():
         words = info.label_name_to_description(synset).lower()
         for text in {words, words.partition(',')[0]}:
-            found.setdefault(text, []).append(synset)
-    return found
+            synsets.setdefault(text, []).append(synset)
+    return synsets

@@ -155,8 +155,8 @@ class Split:
         if self.is_stream:
             return f'a stream of {self.dataset.images} images, {len(self.class_names)} classes'
         targets = self.dataset.targets
-        found = len(self.class_names) if targets is None else len(np.unique(targets))
-        return f'{len(self.dataset)} images, {found} {"class" if found == 1 else "classes"}'
+        number = len(self.class_names) if targets is None else len(np.unique(targets))
+        return f'{len(self.dataset)} images, {number} {"class" if number == 1 else "classes"}'
 
 
 def with_evaluation_images(source: Source) -> Source:
@@ -427,8 +427,8 @@ class _FolderReader(ReaderImageFolder):
 
     def __init__(self, root: Path, names: Sequence[str], labelled: Iterable[tuple[str, str]]) -> None:
         self.root, self.class_to_idx = str(root), {name: index for index, name in enumerate(names)}
-        found = ((path, self.class_to_idx[label]) for path, label in labelled)
-        self.samples = sorted(found, key=lambda sample: _natural_order(sample[0]))
+        samples = ((path, self.class_to_idx[label]) for path, label in labelled)
+        self.samples = sorted(samples, key=lambda sample: _natural_order(sample[0]))
 
 
 class _TarReader(_FolderReader):
@@ -535,13 +535,13 @@ def _check_targets(split: Split, source: Source, name: str) -> None:
     wrong = [i for i, label in enumerate(labels) if not (isinstance(label, int) and 0 <= label < count)]
     if not wrong:
         return
-    found, remedy = labels[wrong[0]], ''
-    if found == count and min(labels) == 1:
+    wrong_label, remedy = labels[wrong[0]], ''
+    if wrong_label == count and min(labels) == 1:
         remedy = f'; data.num_classes={count + 1} reads labels that begin at 1'
-    elif found == -1:
+    elif wrong_label == -1:
         remedy = '; a split without labels cannot be used: data.eval_split names another, data.val_share=0.1 holds out'
     raise ValueError(
-        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {found!r} for image '
+        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {wrong_label!r} for image '
         f'{wrong[0]}{remedy}'
     )
 

@@ -41,9 +41,11 @@ class MissingSplitError(ValueError):
     @property
     def keys(self) -> str:
         """Return the remedies as keys of an experiment, as the end of a sentence; '' if there are none."""
-        found = ' '.join(f'data.{key}={value}' for key, value in self.remedies.items())
+        settings = ' '.join(f'data.{key}={value}' for key, value in self.remedies.items())
         share = 'val_share' in self.remedies
-        return f'; {found} {"holds out a tenth of the training images" if share else "reads them"}' if found else ''
+        return (
+            f'; {settings} {"holds out a tenth of the training images" if share else "reads them"}' if settings else ''
+        )
 
 
 def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str]) -> Path:
@@ -60,8 +62,8 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
         raise ValueError(
             f'expected a data set directory with the folders train and val, or a tar file, got {root}, which is not one'
         )
-    found = sorted(path.name for path in root.iterdir())
-    if not found:
+    entries = sorted(path.name for path in root.iterdir())
+    if not entries:
         raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
     for name in wanted:
         present = find_present(root, name, suffixes)
@@ -70,21 +72,21 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
                 others = ' and '.join(path.name for path in present[1:])
                 _logger.warning('%s is read, and not %s next to it', present[0], others)
             return present[0]
-    parents = [root / name / each for name in found for each in _folders(root / name)]
-    files = [root / name / 'a class' for name in found if Path(name).suffix in suffixes[1:]]
+    parents = [root / name / each for name in entries for each in _folders(root / name)]
+    files = [root / name / 'a class' for name in entries if Path(name).suffix in suffixes[1:]]
     places = [PurePosixPath(path).relative_to(root) for path in (*parents, *files)]
-    classes = [name for name in found if _has_images(root / name)]
-    raise missing_split(f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, places, found, classes)
+    classes = [name for name in entries if _has_images(root / name)]
+    raise missing_split(f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, places, entries, classes)
 
 
 def find_present(root: Path, name: str, suffixes: Sequence[str]) -> list[Path]:
     """Return the folder and the files of a split; those first that have its name in the same case."""
-    found = []
+    present = []
     for path in root.iterdir():
         stem, suffix = (path.name, '') if path.is_dir() else (path.stem, path.suffix)
         if stem.lower() == name.lower() and suffix in suffixes and not _is_class(path):
-            found.append((stem != name, suffixes.index(suffix), path))
-    return [path for *_, path in sorted(found)]
+            present.append((stem != name, suffixes.index(suffix), path))
+    return [path for *_, path in sorted(present)]
 
 
 def _is_class(folder: Path) -> bool:
@@ -155,7 +157,7 @@ def missing_split(
     root: Path,
     wanted: Sequence[str],
     places: Collection[PurePosixPath],
-    found: Sequence[str] | None = None,
+    entries: Sequence[str] | None = None,
     classes: Iterable[str] | None = None,
 ) -> ValueError:
     """Return the error of a missing split; a MissingSplitError unless one of another name was asked for.
@@ -163,13 +165,13 @@ def missing_split(
     Args:
         expected: The split that is missing.
         places: Folders that may be classes.
-        found: Names of the files in `root`; those of the folders with classes by default.
+        entries: Names of the files in `root`; those of the folders with classes by default.
         classes: Names of the folders in `root` with images or folders; the outermost of `places` by default.
     """
     names = sorted({place.parent.name for place in places if place.parent.name})
-    flat = [name for name in wanted if any(each.lower() == name for each in found or ())]
+    flat = [name for name in wanted if any(each.lower() == name for each in entries or ())]
     note = f'; {flat[0]} there has images and no folders, so it is a class' if flat else ''
-    listed = list_names(names if found is None else found, MAX_LISTED) or 'none'
+    listed = list_names(names if entries is None else entries, MAX_LISTED) or 'none'
     message = f'expected a {expected} in {root}, got only {listed}{note}'
     if tuple(wanted) not in (EVAL_SPLITS, TRAIN_SPLITS):
         return ValueError(message)
@@ -186,16 +188,16 @@ def missing_split(
 
 def _remedies(names: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a Source that read a data set whose folders with folders have these names."""
-    found: dict[str, Any] = {}
+    remedies: dict[str, Any] = {}
     usual = {'train_split': TRAIN_SPLITS, 'eval_split': EVAL_SPLITS}
     present = {key: any(name.lower() in usual[key] for name in names) for key in usual}
     for key, pattern in SIMILAR.items():
         similar = [name for name in names if pattern.search(name.lower())]
         if not present[key] and similar:
-            found[key] = min(similar, key=lambda name: ('val' not in name.lower(), name))
-    if present['eval_split'] or 'eval_split' in found:
-        return found if present['train_split'] or 'train_split' in found else {}
-    return {**found, 'val_share': 0.1}
+            remedies[key] = min(similar, key=lambda name: ('val' not in name.lower(), name))
+    if present['eval_split'] or 'eval_split' in remedies:
+        return remedies if present['train_split'] or 'train_split' in remedies else {}
+    return {**remedies, 'val_share': 0.1}
 
 
 def find_split_places(places: Collection[PurePosixPath], wanted: Sequence[str]) -> set[PurePosixPath]:
@@ -210,10 +212,10 @@ def find_split_places(places: Collection[PurePosixPath], wanted: Sequence[str]) 
     # A class in another split may be called as the wanted one.
     outer = {place for place in inner if not any(p.name.lower() in splits for p in place.parents if top in p.parents)}
     for name in wanted:
-        found = [place for place in outer if place.name.lower() == name.lower()]
-        exact = {place for place in found if place.name == name}
-        if found:
-            return {place for place in exact or found if not set(place.parents) & {*found}}
+        folders = [place for place in outer if place.name.lower() == name.lower()]
+        exact = {place for place in folders if place.name == name}
+        if folders:
+            return {place for place in exact or folders if not set(place.parents) & {*folders}}
     return set()
 
 

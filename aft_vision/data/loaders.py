@@ -236,10 +236,10 @@ def _warn_of_small_classes(train: Split, balanced: bool) -> None:
     if low >= FEW_IMAGES and high < UNEVEN * low:
         return
     smallest = ', '.join(f'{train.class_names[index]} ({counts[index]})' for index in order[:MAX_SMALLEST])
-    found = f'from {low} to {high} training images, the fewest: {smallest}' if low < high else f'{low} training images'
+    sizes = f'from {low} to {high} training images, the fewest: {smallest}' if low < high else f'{low} training images'
     advise = high >= UNEVEN * low and not balanced
     advice = '; data.class_weights=balanced draws each class equally often' if advise else ''
-    _logger.warning('a class has %s%s', found, advice)
+    _logger.warning('a class has %s%s', sizes, advice)
 
 
 class _Reading(NamedTuple):
@@ -355,13 +355,13 @@ class _EvalLoader(DataLoader):
     """A loader that says at the end of a pass how many images were skipped."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        found = 0
+        read = 0
         for batch in super().__iter__():
-            found += len(batch[1])
+            read += len(batch[1])
             yield batch
         images = len(self.dataset)  # type: ignore[arg-type]
-        if found < images:
-            _logger.warning('skipped: %d of %d images of the evaluation', images - found, images)
+        if read < images:
+            _logger.warning('skipped: %d of %d images of the evaluation', images - read, images)
 
 
 def survive_signals(worker: int) -> None:

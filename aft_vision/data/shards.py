@@ -267,20 +267,20 @@ class WebDataset(ImageData, IterableDataset):
 
     def _read_file(self, url: str) -> Iterator[Sample]:
         """Yield the samples of a file."""
-        stem, found = '', dict[str, tuple[str, bytes]]()
+        stem, members = '', dict[str, tuple[str, bytes]]()
         for name, ending, content in self._members(url):
             kind = self.kinds[ending]
-            if found and name[: -len(ending)] != stem:
-                yield self._sample(found, url)
-                found = {}
-            if kind in found:
+            if members and name[: -len(ending)] != stem:
+                yield self._sample(members, url)
+                members = {}
+            if kind in members:
                 raise ValueError(
-                    f'expected one {kind} in each sample, got {found[kind][0]} and {name} in {url}; data.input_key '
+                    f'expected one {kind} in each sample, got {members[kind][0]} and {name} in {url}; data.input_key '
                     'says which ending the images have'
                 )
-            stem, found[kind] = name[: -len(ending)], (name, content)
-        if found:
-            yield self._sample(found, url)
+            stem, members[kind] = name[: -len(ending)], (name, content)
+        if members:
+            yield self._sample(members, url)
 
     def _members(self, url: str) -> Iterator[tuple[str, str, bytes]]:
         """Yield the name, its ending and the content of the members that are images or classes."""
@@ -308,15 +308,15 @@ class WebDataset(ImageData, IterableDataset):
         """Return the longest ending of an image or a class that a name has; '' for other members."""
         return max((ending for ending in self.kinds if name.lower().endswith(ending)), key=len, default='')
 
-    def _sample(self, found: dict[str, tuple[str, bytes]], url: str) -> Sample:
-        if len(found) < len({IMAGE, CLASS}):
-            ((name, _),) = found.values()
+    def _sample(self, members: dict[str, tuple[str, bytes]], url: str) -> Sample:
+        if len(members) < len({IMAGE, CLASS}):
+            ((name, _),) = members.values()
             *_, of_class = self.kinds
             raise ValueError(
                 f'expected an image and its class ({of_class}) in each sample, got only {name} of one in {url}; '
                 'data.input_key says which ending the images have, data.target_key which field of .json the class is'
             )
-        (image, content), (name, label) = found[IMAGE], found[CLASS]
+        (image, content), (name, label) = members[IMAGE], members[CLASS]
         return Sample(f'{image} in {url}', io.BytesIO(content), self._label(label, f'{name} in {url}'))
 
     def _label(self, content: bytes, name: str) -> Any:

@@ -104,10 +104,10 @@ def image_names(split: Split) -> list[str]:
 
 def hash_weights(model: nn.Module) -> str:
     """Return a hash of the weights and buffers of a model."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        found.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class TeacherOutputs:
@@ -137,9 +137,9 @@ class TeacherOutputs:
             raise ValueError(
                 f'expected the outputs of a teacher in {self.folder}, as train.store_teacher writes them, got: {error}'
             ) from error
-        found = {name: (array.shape, str(array.dtype)) for name, array in self.arrays.items()}
-        if found != expected:
-            raise ValueError(f'expected the outputs of a teacher in {self.folder} to be whole, got {found}')
+        stored = {name: (array.shape, str(array.dtype)) for name, array in self.arrays.items()}
+        if stored != expected:
+            raise ValueError(f'expected the outputs of a teacher in {self.folder} to be whole, got {stored}')
 
     @classmethod
     def create(cls, folder: Path, facts: Facts, names: Sequence[str]) -> 'TeacherOutputs':
@@ -210,15 +210,15 @@ class TeacherOutputs:
                 f'expected images that the teacher has seen in {self.folder}, got {len(others)} others, such as '
                 f'{others[0]}'
             )
-        found = np.array([places[name] for name in names])
-        skipped = found[self.arrays['state'][found] == SKIPPED]
+        rows = np.array([places[name] for name in names])
+        skipped = rows[self.arrays['state'][rows] == SKIPPED]
         if len(skipped) and split.dataset.on_corrupt == 'raise':
             raise ValueError(
                 f'expected the outputs of every image in {self.folder}, got none of {len(skipped)} that could not be '
                 f'read, such as {self.names[skipped[0]]}; run train.store_teacher again, or set '
                 'data.on_corrupt_image=skip'
             )
-        return found
+        return rows
 
     def cut(self, image: Image.Image, code: int, size: Sequence[int]) -> Image.Image:
         """Return a crop of an image in RGB, resized to (H, W) and flipped as the teacher saw it.
@@ -235,8 +235,8 @@ def cut(image: Image.Image, box: np.ndarray, flip: bool, size: Sequence[int]) ->
     """Return the crop of a box (top, left, height, width, as fractions) in RGB, resized to (H, W) by bicubic."""
     sides = (image.height, image.width, image.height, image.width)
     top, left, height, width = (round(float(part) * side) for part, side in zip(box, sides, strict=True))
-    found = resized_crop(to_rgb(image), top, left, height, width, list(size), InterpolationMode.BICUBIC)
-    return hflip(found) if flip else found
+    crop = resized_crop(to_rgb(image), top, left, height, width, list(size), InterpolationMode.BICUBIC)
+    return hflip(crop) if flip else crop
 
 
 class TaughtDataset(ScheduledTransformDataset):

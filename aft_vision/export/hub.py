@@ -281,13 +281,13 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
     if not isinstance(model, AFTVisionTransformer | AFTPyramid):
         return TIMM_USAGE.format(import_aft='', mode=mode).rstrip()
     sizes = 'any height and width' if takes_any_size(model) else 'one image size'
-    found = [CODE_USAGE.format(modeling=MODELING)] if f'{MODELING}.py' in files else []
-    found += [PROCESSOR_USAGE] if 'preprocessor_config.json' in files else []
-    found += [ONNX_USAGE.format(sizes=sizes)] if 'model.onnx' in files else []
+    sections = [CODE_USAGE.format(modeling=MODELING)] if f'{MODELING}.py' in files else []
+    sections += [PROCESSOR_USAGE] if 'preprocessor_config.json' in files else []
+    sections += [ONNX_USAGE.format(sizes=sizes)] if 'model.onnx' in files else []
     if 'model.pt2' in files:
         minimum = ' of at least {} x {} pixels'.format(*smallest_size(model)) if takes_any_size(model) else ''
-        found.append(PT2_USAGE.format(sizes=sizes + minimum))
-    return ''.join([*found, NEEDS_PACKAGE, TIMM_USAGE.format(import_aft=IMPORT_AFT, mode=mode)]).rstrip()
+        sections.append(PT2_USAGE.format(sizes=sizes + minimum))
+    return ''.join([*sections, NEEDS_PACKAGE, TIMM_USAGE.format(import_aft=IMPORT_AFT, mode=mode)]).rstrip()
 
 
 @contextlib.contextmanager

@@ -91,24 +91,24 @@ def glove_matrix(
         vector = vectors.get(word, vectors.get(word.lower()))
         if vector is not None and row != padding:
             matrix[row], is_drawn[row] = vector, False
-    found = matrix[~is_drawn]
+    known = matrix[~is_drawn]
     if padding is not None:
         is_drawn[padding] = False
     drawn = int(is_drawn.sum())
     generator = np.random.default_rng(seed)
-    if len(found) < 2:
+    if len(known) < 2:
         matrix[is_drawn] = generator.normal(0, DEFAULT_STD, (drawn, dim))
     else:
-        covariance = np.cov(found, rowvar=False).reshape(dim, dim)
-        matrix[is_drawn] = generator.multivariate_normal(found.mean(axis=0), covariance, drawn, method='eigh')
-    return matrix.astype(np.float32), Coverage(len(found), drawn, int(padding is not None))
+        covariance = np.cov(known, rowvar=False).reshape(dim, dim)
+        matrix[is_drawn] = generator.multivariate_normal(known.mean(axis=0), covariance, drawn, method='eigh')
+    return matrix.astype(np.float32), Coverage(len(known), drawn, int(padding is not None))
 
 
 def _find_embedding(model: PreTrainedModel | nn.Embedding) -> nn.Embedding:
-    found = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
-    if not isinstance(found, nn.Embedding):
-        raise ValueError(f'expected a model of transformers or an nn.Embedding, got {type(found).__name__}')
-    return found
+    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
+    if not isinstance(embedding, nn.Embedding):
+        raise ValueError(f'expected a model of transformers or an nn.Embedding, got {type(embedding).__name__}')
+    return embedding
 
 
 def _split_lines(path: Path, dim: int) -> Iterator[tuple[str, bytes, bytes]]:

@@ -276,12 +276,12 @@ def compile_decoder(
 
 
 def _is_compiled(block: nn.Module) -> bool:
-    found = dict(block.named_modules())
+    modules = dict(block.named_modules())
     if not _is_plain(block, (CausalBlock,)) or not all(
-        name in found and _is_plain(found[name], kinds) for name, kinds in COMPILED.items()
+        name in modules and _is_plain(modules[name], kinds) for name, kinds in COMPILED.items()
     ):
         return False
-    return found['mlp.act'].approximate == 'none'
+    return modules['mlp.act'].approximate == 'none'
 
 
 def _is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:

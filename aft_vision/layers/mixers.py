@@ -118,7 +118,7 @@ class AFTMixer(nn.Module):
     @functools.cache
     def parameters_of_init(cls) -> dict[str, Any]:
         """Return the arguments of the class and its bases, in the order of the bases, with their types."""
-        found: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
         for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
             init: Any = vars(base).get('__init__')
             if init is not None:
@@ -128,8 +128,8 @@ class AFTMixer(nn.Module):
                     for name, x in own.items()
                     if name != 'self' and x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)
                 ]
-                found |= {name: hints.get(name, Any) for name in named}
-        return found
+                parameters |= {name: hints.get(name, Any) for name in named}
+        return parameters
 
     @classmethod
     def arguments(cls) -> dict[str, Any]:
@@ -733,11 +733,11 @@ def find_mixer(name: str, mixers: Mapping[str, type[AFTMixer]] = MIXERS) -> type
 
 def mixer_arguments(kinds: Iterable[type[AFTMixer]]) -> dict[str, Any]:
     """Return the arguments that some classes of mixers have, with their types; None leaves one out."""
-    found: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
     for kind in kinds:
         for name, hint in kind.arguments().items():
-            found[name] = found.get(name) | hint
-    return found
+            hints[name] = hints.get(name) | hint
+    return hints
 
 
 def split_arguments(

@@ -289,12 +289,12 @@ class AFTVisionTransformer(VisionTransformer):
     ) -> list[Tensor]:
         # Tokens after the taken ones of the first `count` blocks, and, if wanted, the final features.
         x, grid, mask = self._embed(x, attn_mask)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for i, block in enumerate(self.blocks[:count]):
             x = checkpoint(block, x, grid, mask) if self.grad_checkpointing else block(x, grid, mask)
             if i in taken:
-                found.append(self.norm(x) if norm else x)
-        return [*found, self.norm(x)] if final else found
+                outputs.append(self.norm(x) if norm else x)
+        return [*outputs, self.norm(x)] if final else outputs
 
     @property
     def embeds(self) -> nn.Module:
@@ -338,8 +338,8 @@ class AFTVisionTransformer(VisionTransformer):
         """Compute logits (B, classes) of images (B, 3, H, W) or a dict of patches; attn_mask as `forward_features`."""
         if not torch.jit.is_scripting():  # noqa: SIM102
             if isinstance(x, dict):
-                found = self.forward_features(x, attn_mask)
-                return self.forward_head(found['patches'], attn_mask=found['patch_valid'])
+                features = self.forward_features(x, attn_mask)
+                return self.forward_head(features['patches'], attn_mask=features['patch_valid'])
         return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
 
 
@@ -352,13 +352,13 @@ def _pack_intermediates(
 ) -> Any:
     # What timm returns; None is left out.
     if output_dict:
-        found = {
+        outputs = {
             'patch_valid': valid,
             'image_intermediates': maps,
             'image_intermediates_prefix': prefixes,
             'image_features': features,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in outputs.items() if value is not None}
     intermediates = maps if prefixes is None else list(zip(maps, prefixes, strict=True))
     return intermediates if features is None else (features, intermediates)
 

@@ -64,15 +64,17 @@ def select_blocks(state_dict: Mapping[str, Tensor], pairs: Sequence[range]) -> d
 def block_tokens(vit: nn.Module, images: Tensor) -> list[Tensor]:
     """Return the tokens of a ViT before its first block and after each, (B, T, C), prefix tokens first."""
     model: Any = vit
-    found: list[Tensor] = []
-    hooks = [model.blocks[0].register_forward_pre_hook(lambda block, inputs: found.append(inputs[0]))]
-    hooks += [block.register_forward_hook(lambda block, inputs, output: found.append(output)) for block in model.blocks]
+    tokens: list[Tensor] = []
+    hooks = [model.blocks[0].register_forward_pre_hook(lambda block, inputs: tokens.append(inputs[0]))]
+    hooks += [
+        block.register_forward_hook(lambda block, inputs, output: tokens.append(output)) for block in model.blocks
+    ]
     try:
         model.forward_features(images)
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return tokens
 
 
 def block_errors(model: nn.Module, tokens: Sequence[Tensor], pairs: Sequence[range], grid: tuple[int, int]) -> Tensor:

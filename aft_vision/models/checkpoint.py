@@ -113,9 +113,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     content = load_torch_file(path)
     is_complete = isinstance(content, dict) and all(isinstance(content.get(k), t) for k, t in CHECKPOINT_KEYS.items())
     if not is_complete:
-        found = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
+        entries = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
         raise ForeignFileError(
-            f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}; '
+            f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {entries}; '
             'aft-vision transfer-deit converts the weights of a DeiT or ViT'
         )
     return content

@@ -122,11 +122,11 @@ class _Transfer:
         qkv = self.source.get('blocks.0.attn.qkv.weight')
         if qkv is not None and PATCHES in self.source:
             depth = len({name.split('.')[1] for name in self.source if name.startswith('blocks.')})
-            found, wanted = (qkv.shape[-1], depth), (self.model.embed_dim, len(self.model.blocks))
-            if found != wanted:
+            shape, wanted = (qkv.shape[-1], depth), (self.model.embed_dim, len(self.model.blocks))
+            if shape != wanted:
                 raise StateDictError(
                     f'expected weights of width {wanted[0]} and depth {wanted[1]}, as the model has, got width '
-                    f'{found[0]} and depth {found[1]}, which embed_dim={found[0]} and depth={found[1]} make'
+                    f'{shape[0]} and depth {shape[1]}, which embed_dim={shape[0]} and depth={shape[1]} make'
                 )
         missing = [name for name in self.own if CORE.fullmatch(name) and name not in self.source]
         if missing or any(name.startswith('patch_embed.backbone.') for name in self.source):

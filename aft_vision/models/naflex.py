@@ -115,8 +115,8 @@ def _compute_group(
     pixels = pixels.view(count, rows, columns, height, width, channels)
     images = pixels.permute(0, 5, 1, 3, 2, 4).reshape(count, channels, rows * height, columns * width)
     mask = valid.new_zeros(count, rows * columns + 1).scatter(1, places, valid)[:, :-1]
-    found = compute(images, None if bool(mask.all()) else mask.view(count, rows, columns))
-    return [_gather(tokens, places, tokens.shape[1] - rows * columns) for tokens in found]
+    outputs = compute(images, None if bool(mask.all()) else mask.view(count, rows, columns))
+    return [_gather(tokens, places, tokens.shape[1] - rows * columns) for tokens in outputs]
 
 
 def _gather(tokens: Tensor, places: Tensor, prefix: int) -> Tensor:

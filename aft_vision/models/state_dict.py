@@ -45,8 +45,8 @@ def find_sizes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a ViT, an AFT model or a decoder that the shapes of its weights show."""
 
     def shape(name: str) -> tuple[int, ...] | None:
-        found = state_dict.get(name)
-        return None if found is None else tuple(found.shape)
+        tensor = state_dict.get(name)
+        return None if tensor is None else tuple(tensor.shape)
 
     sizes: dict[str, Any] = {}
     blocks = {name.split('.')[1] for name in state_dict if name.startswith('blocks.')}

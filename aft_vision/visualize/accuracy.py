@@ -49,16 +49,16 @@ def label_photographs(model: Any, paths: Sequence[Path], folder: Path | None = N
         folder: A folder of all of them, above which no folder counts, and which may itself be named after a class;
             None for the parent of each.
     """
-    labels, found = class_labels(model), list[int | None]([None] * len(paths))
+    labels, classes = class_labels(model), list[int | None]([None] * len(paths))
     folders = [
         (*path.relative_to(folder or path.parent).parts[:-1], (folder or path.parent).resolve().name) for path in paths
     ]
     # Folders of one level together, because the number of names tells equal words of two classes apart.
     for level in zip_longest(*folders):
-        names = sorted({name for name, place in zip(level, found, strict=True) if name and place is None})
+        names = sorted({name for name, place in zip(level, classes, strict=True) if name and place is None})
         places = dict(zip(names, match_classes(labels, names), strict=True))
-        found = [places.get(name) if place is None else place for name, place in zip(level, found, strict=True)]
-    return found
+        classes = [places.get(name) if place is None else place for name, place in zip(level, classes, strict=True)]
+    return classes
 
 
 @torch.no_grad()

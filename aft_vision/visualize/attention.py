@@ -109,8 +109,8 @@ def relative_attention(
     def add(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
         own = check_indices('head', chosen, _heads(mixer), 1)
         for tokens in x.split(1):
-            found = relative_mean(_attention(mixer, tokens, grid, prefix, own), grid).cpu().double()
-            totals[mixer] = totals.get(mixer, torch.zeros_like(found)) + found
+            mean = relative_mean(_attention(mixer, tokens, grid, prefix, own), grid).cpu().double()
+            totals[mixer] = totals.get(mixer, torch.zeros_like(mean)) + mean
 
     for batch in [batches] if isinstance(batches, Tensor) else batches:
         run_with_hooks(model, batch, (Attention, AFTMixer), add)
@@ -161,10 +161,10 @@ def draw_relative_attention(maps: Mapping[str, Tensor], heads: Mapping[str, Sequ
         ImportError: matplotlib is not installed.
     """
     blocks: list[Block] = []
-    for name, found in maps.items():
-        labelled = not blocks or len(found) != len(next(iter(maps.values())))
-        shown = heads[name] if heads else range(found.shape[1])
-        rows = layer_rows(range(len(found)), shown, partial(_relative_cells, found))
+    for name, layer_maps in maps.items():
+        labelled = not blocks or len(layer_maps) != len(next(iter(maps.values())))
+        shown = heads[name] if heads else range(layer_maps.shape[1])
+        rows = layer_rows(range(len(layer_maps)), shown, partial(_relative_cells, layer_maps))
         blocks.append(Block(name, rows if labelled else [('', cells) for _, cells in rows]))
     note = (
         'Mean over images and query positions by the offset from query to key; the centre is the query itself.\n'

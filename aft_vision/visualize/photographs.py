@@ -90,9 +90,9 @@ def find_photographs(folder: str | Path | Sequence[Path], at_most: int) -> list[
     is_folder = Path(folder).is_dir()
     files: list[Path] = []
     if is_folder:
-        found = find_images(folder)
-        files = sorted(map(Path, found.paths))
-        _warn(str(folder), describe_ignored(found.ignored))
+        images = find_images(folder)
+        files = sorted(map(Path, images.paths))
+        _warn(str(folder), describe_ignored(images.ignored))
     if not files:
         reason = 'which has none' if is_folder else 'which is no folder'
         raise ValueError(f'expected a folder with images, got {folder}, {reason}')

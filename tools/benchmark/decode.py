@@ -52,8 +52,8 @@ def measure_decode(device: torch.device, rounds: int, **model_args: Any) -> list
             rows.append({'batch_size': batch, 'name': name, 'state_bytes': state.num_bytes() // batch})
             state, counts = share_positions(state)
             calls += [partial(step_at, Session(model, state).step, tokens, counts, place) for place in POSITIONS]
-        found = torch.tensor(time_rounds(calls, device, rounds, progress=True), dtype=torch.float64)
-        seconds = found.view(len(models), len(POSITIONS), rounds)
+        times = torch.tensor(time_rounds(calls, device, rounds, progress=True), dtype=torch.float64)
+        seconds = times.view(len(models), len(POSITIONS), rounds)
         # A sequence has a token more than steps between its first and its last position.
         tokens_per_step = (POSITIONS[-1] + 1) / POSITIONS[-1]
         images = (tokens_per_step * torch.trapezoid(seconds, torch.tensor(POSITIONS), dim=1)).tolist()

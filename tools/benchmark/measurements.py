@@ -133,10 +133,10 @@ def step_cost(*, rounds: int) -> Measurement:
     # The trainer is a program of its own: tools import nothing of it.
     command = [sys.executable, '-m', 'train.throughput', *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.search(r'bare update: ([\d.]+), quartiles ([\d.]+) to ([\d.]+)', done.stdout)
-    if found is None:
+    match = re.search(r'bare update: ([\d.]+), quartiles ([\d.]+) to ([\d.]+)', done.stdout)
+    if match is None:
         raise RuntimeError(f'expected the ratio of updates from train.throughput, got {done.stderr or done.stdout}')
-    value, low, high = map(float, found.groups())
+    value, low, high = map(float, match.groups())
     return Measurement(value, (low, high))
 
 

@@ -129,8 +129,8 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
         if name in args.groups:
             # The layers cast; the operations are given q, k and v of the data type.
             autocast = args.dtype if 'layers' in name else 'float32'
-            found = compare(candidates, device, args.rounds, dtype=autocast, compiled=args.compile, graph=args.graph)
-            rows += [{'group': name, 'shape': shape, **row} for row in found]
+            measured = compare(candidates, device, args.rounds, dtype=autocast, compiled=args.compile, graph=args.graph)
+            rows += [{'group': name, 'shape': shape, **row} for row in measured]
     return Report(rows, 'ratios to the first row of a group; kept: for the backward, besides what gets gradients')
 
 

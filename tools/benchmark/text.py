@@ -85,8 +85,8 @@ def measure_requests(args: argparse.Namespace, names: Sequence[str], device: tor
             options = dict(dtype=args.dtype, directions=DIRECTIONS[kind == TRAINING :][:1], single=True)
             # A step of training takes far longer than a request.
             rounds = max(1, (args.rounds or 100) // 10) if kind == TRAINING else args.rounds or 100
-            found = compare(next_to_the_paper(requests), device, rounds, **options)
-            rows += [{'behaviors': length, 'what': kind, **row} for row in found]
+            measured = compare(next_to_the_paper(requests), device, rounds, **options)
+            rows += [{'behaviors': length, 'what': kind, **row} for row in measured]
     return Report(rows, f'one user with {ADS} ads, {TEXT_TOKENS} tokens a text; ratios to the first encoder')
 
 

@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         run.arguments(folder, config.run.seeds[0])
         if args.eval:
             for source, metrics in evaluate(run).items():
-                found = describe({name: metrics[name] for name in run.metrics if name in metrics})
-                processes.print(f'{source}, {config.data.eval_split}: {found or "ranked, without labels to measure"}')
+                results = describe({name: metrics[name] for name in run.metrics if name in metrics})
+                processes.print(f'{source}, {config.data.eval_split}: {results or "ranked, without labels to measure"}')
             return None
         run.check_splits()
         with lock_run(folder) if processes.is_main_process else nullcontext():
@@ -154,10 +154,10 @@ def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
     for section in [name for name in old if name != 'task']:
         keys = RUN_KEYS if section == 'run' else sorted(old[section].keys() | new[section].keys())
         for key in [key for key in keys if section != 'data' or key not in FREE_DATA_KEYS]:
-            was, found = old[section].get(key), new[section].get(key)
-            if differ(key, was, found):
+            was, given = old[section].get(key), new[section].get(key)
+            if differ(key, was, given):
                 raise ValueError(
-                    f'expected {section}.{key} = {was!r} as in {source}, which is to be resumed, got {found!r}; set '
+                    f'expected {section}.{key} = {was!r} as in {source}, which is to be resumed, got {given!r}; set '
                     'another run.dir, or run.overwrite=true'
                 )
 
@@ -165,19 +165,19 @@ def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
 def check_same_split(before: TextConfig, now: TextConfig, source: Path) -> None:
     """Raise a ValueError if the data are split differently than in training, which could evaluate training texts."""
     for key in SPLIT_KEYS:
-        was, found = getattr(before.data, key, None), getattr(now.data, key, None)
-        if differ(key, was, found):
+        was, given = getattr(before.data, key, None), getattr(now.data, key, None)
+        if differ(key, was, given):
             raise ValueError(
-                f'expected data.{key} = {was!r} as in {source}, or texts of training may be evaluated, got {found!r}; '
+                f'expected data.{key} = {was!r} as in {source}, or texts of training may be evaluated, got {given!r}; '
                 'run.init_from names a model to evaluate on any data'
             )
 
 
-def differ(key: str, was: Any, found: Any) -> bool:
+def differ(key: str, was: Any, now: Any) -> bool:
     """Return True if two values of a key mean different experiments: files may have moved."""
     if key.endswith('path') or key in ('glove', 'bodies'):
-        return (was is None) != (found is None)
-    return was != found
+        return (was is None) != (now is None)
+    return was != now
 
 
 def evaluate(run: TextRun) -> dict[str, dict[str, float]]:

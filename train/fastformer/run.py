@@ -146,8 +146,8 @@ class TextRun(ABC):
             model.activation_checkpointing_enable({'use_reentrant': False})
         trainer = self.make_trainer(model, tokenizer, arguments)
         if self._coverage and trainer.is_world_process_zero():
-            found, drawn = self._coverage['found'], self._coverage['drawn']
-            print(f'seed {seed}: GloVe has {found} of the {found + drawn} words of the vocabulary', flush=True)
+            known, drawn = self._coverage['found'], self._coverage['drawn']
+            print(f'seed {seed}: GloVe has {known} of the {known + drawn} words of the vocabulary', flush=True)
         reset_peak_memory(arguments.device)
         # Seed torch's generators again here, so that dropout depends on the seed and not on the size of the vocabulary.
         set_seed(seed)
@@ -284,10 +284,10 @@ class TextRun(ABC):
             if key in RESERVED_KEYS:
                 # Of a preset, where the data decide.
                 continue
-            found = getattr(model.config, key, None)
-            if stated is not None and stated != found:
+            trained = getattr(model.config, key, None)
+            if stated is not None and stated != trained:
                 raise ValueError(
-                    f'expected model.{key} = {found!r} as in run.init_from ({source}), or nothing in the model '
+                    f'expected model.{key} = {trained!r} as in run.init_from ({source}), or nothing in the model '
                     f'section, got {stated!r}'
                 )
 

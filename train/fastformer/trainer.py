@@ -206,9 +206,9 @@ class EpochMeter(TrainerCallback):
         )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        found = {name: value for name in self.metrics if (value := kwargs['metrics'].get(f'eval_{name}')) is not None}
-        if state.is_world_process_zero and found and state.global_step > 0:
-            print(f'seed {args.seed}, epoch {state.epoch:.2f}: validation {describe(found)}', flush=True)
+        results = {name: value for name in self.metrics if (value := kwargs['metrics'].get(f'eval_{name}')) is not None}
+        if state.is_world_process_zero and results and state.global_step > 0:
+            print(f'seed {args.seed}, epoch {state.epoch:.2f}: validation {describe(results)}', flush=True)
 
 
 class StopAfterSignal(TrainerCallback):

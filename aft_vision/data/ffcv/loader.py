@@ -169,8 +169,8 @@ class BetonDataset(CheckedDataset):
         if num_classes not in (None, len(names)):
             raise ValueError(f'expected {len(names)} classes, as in {description}, got {num_classes}')
         if not 0 <= self.labels.min() <= self.labels.max() < len(names):
-            found = f'{self.labels.min()} to {self.labels.max()}'
-            raise ValueError(f'expected classes from 0 to {len(names) - 1} in {self.path}, got {found}')
+            span = f'{self.labels.min()} to {self.labels.max()}'
+            raise ValueError(f'expected classes from 0 to {len(names) - 1} in {self.path}, got {span}')
         return names
 
     def _read_class_names(self, description: Path) -> list[str]:

@@ -276,7 +276,7 @@ def _split_users(dataset: Dataset, seed: int, fractions: Mapping[str, float]) ->
         raise ValueError("expected a user in every row for splits that have none in common, got rows without a 'user'")
     first, *others = fractions
     rest = np.arange(len(users))
-    found: dict[str, np.ndarray] = {}
+    splits: dict[str, np.ndarray] = {}
     left = sum(fractions.values())
     for name in reversed(others):
         divide = GroupShuffleSplit(1, test_size=fractions[name] / left, random_state=seed)
@@ -284,6 +284,6 @@ def _split_users(dataset: Dataset, seed: int, fractions: Mapping[str, float]) ->
             kept, taken = next(divide.split(rest, groups=users[rest]))
         except ValueError as error:
             raise ValueError(f'expected users for each of {dict(fractions)}, got {len(set(users))} in all') from error
-        rest, found[name], left = rest[kept], rest[taken], left - fractions[name]
-    found[first] = rest
-    return DatasetDict({name: dataset.select(found[name]) for name in fractions})
+        rest, splits[name], left = rest[kept], rest[taken], left - fractions[name]
+    splits[first] = rest
+    return DatasetDict({name: dataset.select(splits[name]) for name in fractions})

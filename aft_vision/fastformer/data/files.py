@@ -165,8 +165,8 @@ class MissingColumnsError(ValueError):
 
 def missing_columns(place: str, expected: Sequence[str], got: Sequence[str]) -> MissingColumnsError:
     """Build the error for a row without a column."""
-    found = ', '.join(got) or 'none'
-    return MissingColumnsError(f'{place}: expected the columns {", ".join(expected):.200}, got {found:.200}')
+    listed = ', '.join(got) or 'none'
+    return MissingColumnsError(f'{place}: expected the columns {", ".join(expected):.200}, got {listed:.200}')
 
 
 def _open(path: Path, member: str | None) -> IO[bytes]:

@@ -114,8 +114,8 @@ def read_films(folder: str | Path) -> News:
         needed = ('item_id', *ATOMIC_TEXTS)
         records = read_delimited(Path(folder) / 'ml-100k.item', '\t', quoted=False, needed=needed, typed=True)
         text = _atomic_text
-    found = {record.values['item_id']: text(record) for record in each_once(records, 'item_id')}
-    return News(list(found), list(found.values()))
+    films = {record.values['item_id']: text(record) for record in each_once(records, 'item_id')}
+    return News(list(films), list(films.values()))
 
 
 def _is_original(folder: str | Path) -> bool:

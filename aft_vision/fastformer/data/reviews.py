@@ -57,9 +57,9 @@ def read_jmars(
     if not {*columns, label} <= first.values.keys():
         raise ValueError(f'{missing_columns(first.place, [*columns, label], list(first.values))}; {NOT_JMARS}')
     dataset = collect(records, columns, label, IMDB_RATINGS, **options)
-    found = {IMDB_RATINGS[number] for number in dataset.unique('label')}
+    ratings = {IMDB_RATINGS[number] for number in dataset.unique('label')}
     # A small part of JMARS may have none of them by chance.
-    if len(dataset) >= 100 and found <= set(ACL_RATINGS):
+    if len(dataset) >= 100 and ratings <= set(ACL_RATINGS):
         raise ValueError(f'expected reviews of every rating from 1 to 10 in {path}, got none of 5 and 6; {NOT_JMARS}')
     return dataset
 
