@@ -161,8 +161,8 @@ def resize_images(images: Tensor, size: tuple[int, int]) -> Tensor:
     scale = min(images.shape[-2] / size[0], images.shape[-1] / size[1])
     part = center_crop(images, [round(size[0] * scale), round(size[1] * scale)])
     # torch does not interpolate half types on a CPU.
-    wide = part.to(torch.promote_types(part.dtype, torch.float32))
-    return F.interpolate(wide, size, mode='bicubic', align_corners=False, antialias=True).to(part.dtype)
+    part32 = part.to(torch.promote_types(part.dtype, torch.float32))
+    return F.interpolate(part32, size, mode='bicubic', align_corners=False, antialias=True).to(part.dtype)
 
 
 def size_label(row: Mapping[str, Any]) -> str:

@@ -81,8 +81,8 @@ def time_rounds(
         repeats.append(max(1, math.ceil(min_seconds / max(_time(call, device, 1), 1e-9))))
     times: list[list[float]] = [[] for _ in calls]
     for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=None if progress else True):
-        for place in range(len(calls)):
-            index = (turn + place) % len(calls)
+        for offset in range(len(calls)):
+            index = (turn + offset) % len(calls)
             times[index].append(_time(calls[index], device, repeats[index]))
     return times
 

@@ -167,8 +167,8 @@ def draw_cost(rows: Sequence[dict[str, Any]]) -> Any:
     accuracy.plot(kept, [row['top1'] for row in rows], marker='o')
     accuracy.axhline(rows[0]['top1'], color='grey', linewidth=0.8, linestyle='--')
     for x, row in list(zip(kept, rows, strict=True))[1:]:
-        place = dict(xytext=(0, -8), textcoords='offset points', rotation=90, ha='center', va='top', fontsize=8)
-        accuracy.annotate(f'{row["threshold"]:.2g}', (x, row['top1']), **place)
+        style = dict(xytext=(0, -8), textcoords='offset points', rotation=90, ha='center', va='top', fontsize=8)
+        accuracy.annotate(f'{row["threshold"]:.2g}', (x, row['top1']), **style)
     accuracy.set(ylabel='top-1 accuracy (%)', title='numbers: threshold of |exp(w) - 1|; dashed: unpruned')
     accuracy.title.set_fontsize(9)
     for name, label in (('madds_sparse', 'kept offsets'), ('madds_window', 'cropped window of each layer')):

@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         print(f'{sizes} is older than {args.checkpoint} and left out; aft-vision eval --overwrite replaces it')
     elif sizes.is_file():
         # Before the model and its pictures.
-        first = next((place for place, section in enumerate(sections) if section.title == 'Model'), 0)
+        first = next((index for index, section in enumerate(sections) if section.title == 'Model'), 0)
         sections.insert(first, Section('Image sizes', partial(sizes_section, sizes)))
     parts = []
     with tqdm(sections, unit='section', disable=None) as progress:
@@ -218,7 +218,7 @@ def load_report(args: argparse.Namespace, folder: Path, command: str) -> Report:
     device = use_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
     summary, config = (
-        next((place / name for place in (folder, folder.parent) if (place / name).is_file()), None)
+        next((parent / name for parent in (folder, folder.parent) if (parent / name).is_file()), None)
         for name in ('summary.csv', 'config.yaml')
     )
     experiment = read_config(config) if config else {}
@@ -275,8 +275,8 @@ def find_validation_images(experiment: Mapping[str, Any]) -> list[Path]:
     files = [Path(dataset.name_of(index)) for index in range(len(dataset))] if hasattr(dataset, 'name_of') else []
     # Those of a named data set may be files of a library's cache.
     if source.name or not (files and files[0].is_file()):
-        place = source.name or source.dir
-        raise ValueError(f'expected --images FOLDER, as the images of the run are not files but in {place}, got none')
+        name = source.name or source.dir
+        raise ValueError(f'expected --images FOLDER, as the images of the run are not files but in {name}, got none')
     return files
 
 

@@ -178,9 +178,9 @@ def load_configured_teacher(
 
 def _start_model(config: Config, weights: Weights | None, class_names: Sequence[str]) -> Any:
     """Build the model with its initial weights; its classifier is put in the order of the classes, or is new."""
-    is_new, places, said = config.run.reset_head, None, ''
+    is_new, rows, said = config.run.reset_head, None, ''
     if not is_new and (weights is not None or config.model.get('pretrained')):
-        is_new, places, said = _match_classifier(weights or _published(config, len(class_names)), class_names, config)
+        is_new, rows, said = _match_classifier(weights or _published(config, len(class_names)), class_names, config)
     model = _build_with_weights(config, len(class_names), weights, reset_head=is_new)
     if said:
         print_once(said)
@@ -188,8 +188,8 @@ def _start_model(config: Config, weights: Weights | None, class_names: Sequence[
     kept = model.pretrained_cfg.get('num_classes') == len(class_names)
     if is_new and weights is None and (kept or config.run.reset_head):
         model.reset_classifier(len(class_names))
-    if places is not None:
-        keep_classes(model, places)
+    if rows is not None:
+        keep_classes(model, rows)
     return model
 
 
@@ -202,17 +202,17 @@ def _match_classifier(start: Any, class_names: Sequence[str], config: Config) ->
     trained = None if config.data.classes_by_place else known_classes(start)
     if trained is None or is_numbered(trained) or is_numbered(class_names):
         return False, None, ''
-    places, whole = match_classes(trained, class_names), list(range(len(trained)))
-    known = [place for place in places if place is not None]
-    if places == whole:
+    indices, whole = match_classes(trained, class_names), list(range(len(trained)))
+    known = [index for index in indices if index is not None]
+    if indices == whole:
         return False, None, ''
     if sorted(known) == whole and len(known) == len(class_names):
         return False, known, 'the classifier of the weights is put in the order of the classes, by their names'
-    here = [name for name, place in zip(class_names, places, strict=True) if place is None]
-    there = [name for place, name in enumerate(trained) if place not in known]
+    here = [name for name, index in zip(class_names, indices, strict=True) if index is None]
+    there = [name for index, name in enumerate(trained) if index not in known]
     said = (
         f'a new classifier, as the data set has other classes ({list_names(here) or "fewer"}) than the weights '
-        f'({list_names(there) or "fewer"}); data.match_classes=place compares them by their order'
+        f'({list_names(there) or "fewer"}); data.match_classes=index compares them by their order'
     )
     return True, None, said
 

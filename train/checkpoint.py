@@ -274,12 +274,12 @@ def restore(
     Raises:
         ValueError: the checkpoint is missing, damaged, without the optimizer, or of another model or other data.
     """
-    place = folder if where == 'auto' else Path(where)
-    latest = read_latest(place) if where == 'auto' or place.is_dir() else (place, read_checkpoint(place))
+    source = folder if where == 'auto' else Path(where)
+    latest = read_latest(source) if where == 'auto' or source.is_dir() else (source, read_checkpoint(source))
     if latest is None:
         if where == 'auto':
             return None
-        raise ValueError(f'expected a run with a checkpoint in {place}, got none')
+        raise ValueError(f'expected a run with a checkpoint in {source}, got none')
     path, content = latest
     if 'optimizer' not in content:
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')

@@ -65,7 +65,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
     with naming_sources(path, layers):
         name = last_text(layers, 'model.name', '')
         layers = type_layers(layers, schema, family_schema(name) if images else decoder_schema())
-    default = next(each.default_factory for each in dataclasses.fields(schema) if each.name == 'model')()['name']
+    fields: dict[str, Any] = {each.name: each for each in dataclasses.fields(schema)}
+    default = fields['model'].default_factory()['name']
     layers = drop_foreign_arguments(layers, stays_for_classifier if images else stays_for_decoder, default)
     layers = fill_preprocessing(layers) if images else layers
     with naming_sources(path, layers):

@@ -73,10 +73,10 @@ class ConvertConfig(Config):
             stages['labels'] = self._stage(distill=self.distill if section.fine_tune == 'distill' else DistillConfig())
         return stages
 
-    def _unlabelled(self, epochs: int, lr: float, **kind: Any) -> Config:
+    def _unlabelled(self, epochs: int, lr: float, **distill: Any) -> Config:
         peak = peak_rate(lr, self.data.batch_size)
         lowest = {name: min(getattr(self.schedule, name), peak) for name in ('warmup_lr', 'min_lr')}
-        taught: dict[str, Any] = {'task_loss_weight': None, 'distill_loss_weight': None, 'temperature': 1.0, **kind}
+        taught: dict[str, Any] = {'task_loss_weight': None, 'distill_loss_weight': None, 'temperature': 1.0, **distill}
         return self._stage(
             optim=dataclasses.replace(self.optim, lr=lr),
             schedule=dataclasses.replace(self.schedule, epochs=epochs, warmup_epochs=0, step='update', **lowest),

@@ -107,10 +107,10 @@ class StoredTeacher(DistillationTeacher):
         """
         if return_features:
             return self._read('features', input).float()
-        places, logs = self._read('classes', input).long(), self._read('log_probabilities', input).float()
-        others = len(self.outputs.facts.class_names) - places.shape[1]
+        classes, logs = self._read('classes', input).long(), self._read('log_probabilities', input).float()
+        others = len(self.outputs.facts.class_names) - classes.shape[1]
         rest = (1 - logs.exp().sum(dim=1, keepdim=True)).clamp(min=1e-6) / max(others, 1)
-        logits = rest.log().expand(-1, others + places.shape[1]).scatter(1, places, logs)
+        logits = rest.log().expand(-1, others + classes.shape[1]).scatter(1, classes, logs)
         return one_hot(logits) if self.hard else logits
 
     def both(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,12 +221,12 @@ def load_teacher(
     teacher: Any = _build(name, arguments, weights).eval()
     if class_names is not None:
         try:
-            places = find_classes(teacher, class_names, 'the data set', by_place)
+            rows = find_classes(teacher, class_names, 'the data set', by_place)
         except ValueError as error:
             raise ValueError(f'distill.teacher {name}: {error}') from error
-        if places is not None:
-            keep_classes(teacher, places)
-            teacher.num_classes = len(places)
+        if rows is not None:
+            keep_classes(teacher, rows)
+            teacher.num_classes = len(rows)
     try:
         if sizes and has_fixed_input_size(teacher) and hasattr(teacher, 'set_input_size'):
             teacher.set_input_size(img_size=sizes[0])
@@ -242,12 +242,12 @@ def load_teacher(
     return teacher
 
 
-def keep_classes(model: Any, places: Sequence[int]) -> None:
+def keep_classes(model: Any, rows: Sequence[int]) -> None:
     """Keep the rows of a classifier, or of both of a distilled model, at these places, in their order."""
     names = model.pretrained_cfg['classifier']
     for name in [names] if isinstance(names, str) else names:
         for parameter in model.get_submodule(name).parameters():
-            parameter.data = parameter.data[list(places)]
+            parameter.data = parameter.data[list(rows)]
 
 
 def _build(teacher: str, arguments: dict[str, Any], weights: str | None) -> nn.Module:
@@ -285,8 +285,8 @@ def find_weights(weights: str) -> Path:
     spec = find_spec(weights) if weights.isidentifier() else None
     if spec is None:
         raise ValueError(f'expected distill.teacher_weights to be a file or an installed package, got {weights!r}')
-    places = spec.submodule_search_locations or []
-    files = [each for place in places for each in sorted(Path(place).rglob('*')) if each.suffix in WEIGHT_FILES]
+    folders = spec.submodule_search_locations or []
+    files = [each for folder in folders for each in sorted(Path(folder).rglob('*')) if each.suffix in WEIGHT_FILES]
     if len(files) != 1:
         listed = ', '.join(map(str, files)) or 'none'
         raise ValueError(f'expected one file of weights in the package {weights}, got {listed}; name the file')

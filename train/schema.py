@@ -426,9 +426,9 @@ class Config(Experiment):
         )
 
 
-def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
+def unknown(key: str, value: Any, valid: Iterable[str], expected: str) -> str:
     """Return the message of an error: the value of a key is none of the valid names, and which is meant."""
-    return f'{key} = {value!r} is not {kind}{did_you_mean(str(value), valid)}'
+    return f'{key} = {value!r} is not {expected}{did_you_mean(str(value), valid)}'
 
 
 def require(key: str, value: Any, holds: bool, expected: str) -> None:

@@ -134,14 +134,14 @@ def _opened(archive: Path, content: IO[bytes] | None = None) -> Iterator[tarfile
         raise ValueError(f'expected a whole tar file, got {archive}: {error}') from error
 
 
-def _match(names: Iterable[str], labels: Labels, place: Path) -> dict[str, str]:
+def _match(names: Iterable[str], labels: Labels, folder: Path) -> dict[str, str]:
     """Return the class of each image by its name."""
     names = sorted(names)
     if len(names) != len(labels):
-        raise ValueError(f'expected {len(labels)} validation images in {place}, as have a class, got {len(names)}')
+        raise ValueError(f'expected {len(labels)} validation images in {folder}, as have a class, got {len(names)}')
     if isinstance(labels, Sequence):
         return dict(zip(names, labels, strict=True))
-    _check_equal(f'validation images in {place}', [PurePosixPath(name).stem for name in names], labels)
+    _check_equal(f'validation images in {folder}', [PurePosixPath(name).stem for name in names], labels)
     return {name: labels[PurePosixPath(name).stem] for name in names}
 
 

@@ -19,29 +19,29 @@ def normal_name(name: str) -> str:
 
 
 def match_classes(trained: Sequence[str], wanted: Sequence[str]) -> list[int | None]:
-    """Return the place among trained classes of each wanted one, None for another class; no place is that of two.
+    """Return the index among trained classes of each wanted one, None for another class; no index is returned twice.
 
     Accents count in either form of Unicode. A synset of ImageNet (n01440764) is the same class as its words (`tench,
     Tinca tinca`), the first of them, and that with the synset (`crane (n03126707)`), which are also equal to each other
     unless another class has exactly the wanted name.
     """
-    exact = _places([[normal_name(name)] for name in trained])
+    exact = _indices([[normal_name(name)] for name in trained])
     matches = [exact.get(normal_name(name), []) for name in wanted]
     if not all(matches):
-        of_synsets = _places([_synsets_of(name) for name in trained])
+        of_synsets = _indices([_synsets_of(name) for name in trained])
         matches = [
-            places or sorted({place for key in _synsets_of(name) for place in of_synsets.get(key, ())})
-            for name, places in zip(wanted, matches, strict=True)
+            others or sorted({other for key in _synsets_of(name) for other in of_synsets.get(key, ())})
+            for name, others in zip(wanted, matches, strict=True)
         ]
-    # Some words are those of two classes, such as crane, which their place tells apart.
+    # Some words are those of two classes, such as crane, which their index tells apart.
     if len(trained) == len(wanted):
-        matches = [[index] if index in places else places for index, places in enumerate(matches)]
-    claims = Counter(places[0] for places in matches if len(places) == 1)
+        matches = [[index] if index in others else others for index, others in enumerate(matches)]
+    claims = Counter(others[0] for others in matches if len(others) == 1)
     return [
-        places[0]
-        if len(places) == 1 and (claims[places[0]] == 1 or _is_own(trained, wanted, places[0], index))
+        others[0]
+        if len(others) == 1 and (claims[others[0]] == 1 or _is_own(trained, wanted, others[0], index))
         else None
-        for index, places in enumerate(matches)
+        for index, others in enumerate(matches)
     ]
 
 
@@ -91,19 +91,19 @@ def in_words(labels: Sequence[str]) -> list[str]:
     ]
 
 
-def _is_own(trained: Sequence[str], wanted: Sequence[str], place: int, index: int) -> bool:
-    # Of several wanted classes that a place may be, the one of its name, else the one at its place.
+def _is_own(trained: Sequence[str], wanted: Sequence[str], other: int, index: int) -> bool:
+    # Of several wanted classes that a trained one may be, take that of its name, else that of its index.
     names = [normal_name(name) for name in wanted]
-    named = normal_name(trained[place])
-    return names.index(named) == index if named in names else len(trained) == len(wanted) and place == index
+    named = normal_name(trained[other])
+    return names.index(named) == index if named in names else len(trained) == len(wanted) and other == index
 
 
-def _places(keys: Sequence[Sequence[str]]) -> dict[str, list[int]]:
-    """Return the places of the classes that have each key."""
+def _indices(keys: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """Return the indices of the classes that have each key."""
     indices: dict[str, list[int]] = {}
-    for place, each in enumerate(keys):
+    for index, each in enumerate(keys):
         for key in each:
-            indices.setdefault(key, []).append(place)
+            indices.setdefault(key, []).append(index)
     return indices
 
 

@@ -238,9 +238,9 @@ def _to_rgb(image: Image.Image, bits: int, is_high: bool) -> Image.Image:
 def image_suffixes() -> set[str]:
     """Return the suffixes of image files: of all formats that Pillow reads, and those added to timm's."""
     # Registers all of Pillow's formats.
-    kinds = Image.registered_extensions()
+    formats = Image.registered_extensions()
     readable = Image.OPEN.keys() - UNREAD
-    return {*(suffix for suffix, kind in kinds.items() if kind in readable), *get_img_extensions()}
+    return {*(suffix for suffix, name in formats.items() if name in readable), *get_img_extensions()}
 
 
 def file_kind(path: str) -> str:
@@ -256,19 +256,19 @@ def is_hidden(path: str) -> bool:
 def find_images(folder: str | Path) -> FoundImages:
     """Find all images below a folder that are not hidden; links are followed except to a parent folder."""
     images, suffixes = FoundImages([], [], Counter()), image_suffixes()
-    place = Path(folder).resolve()
-    above = frozenset(map(str, (place, *place.parents)))
+    root = Path(folder).resolve()
+    above = frozenset(map(str, (root, *root.parents)))
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if _enters(entry, above))
     images.folders.extend(name for name in names if not is_hidden(name) and name != MACOS_FOLDER)
     for entry in _walk(str(folder), above):
-        kind = file_kind(entry.path[len(str(folder)) :])
+        suffix = file_kind(entry.path[len(str(folder)) :])
         if entry.is_dir():
             images.ignored[LINK] += 1
-        elif kind in suffixes:
+        elif suffix in suffixes:
             images.paths.append(entry.path)
         else:
-            images.ignored[kind] += 1
+            images.ignored[suffix] += 1
     return images
 
 
@@ -300,6 +300,6 @@ def describe_ignored(ignored: Mapping[str, int]) -> str:
     """Describe the ignored files by kind: `3 files (2 .txt, 1 .heic)`; '' for none."""
     if not ignored:
         return ''
-    kinds = ', '.join(f'{count} {kind or "without a suffix"}' for kind, count in sorted(ignored.items()))
+    listed = ', '.join(f'{count} {suffix or "without a suffix"}' for suffix, count in sorted(ignored.items()))
     total = sum(ignored.values())
-    return f'{total} file{"s" if total > 1 else ""} ({kinds})'
+    return f'{total} file{"s" if total > 1 else ""} ({listed})'

@@ -74,9 +74,11 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
             return present[0]
     parents = [root / name / each for name in entries for each in _folders(root / name)]
     files = [root / name / 'a class' for name in entries if Path(name).suffix in suffixes[1:]]
-    places = [PurePosixPath(path).relative_to(root) for path in (*parents, *files)]
+    image_folders = [PurePosixPath(path).relative_to(root) for path in (*parents, *files)]
     classes = [name for name in entries if _has_images(root / name)]
-    raise missing_split(f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, places, entries, classes)
+    raise missing_split(
+        f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, image_folders, entries, classes
+    )
 
 
 def find_present(root: Path, name: str, suffixes: Sequence[str]) -> list[Path]:
@@ -112,15 +114,17 @@ def check_no_classes(split: Path) -> None:
     _refuse_classes(split, others, f'data.dir={split}, or --data {split} of a tool, reads its folders as the classes')
 
 
-def check_no_classes_in_tar(path: Path, splits: Iterable[PurePosixPath], places: Collection[PurePosixPath]) -> None:
+def check_no_classes_in_tar(
+    path: Path, splits: Iterable[PurePosixPath], image_folders: Collection[PurePosixPath]
+) -> None:
     """Raise a ValueError as `check_no_classes`, for folders of a tar file.
 
     Args:
-        places: The folders with images.
+        image_folders: The folders with images.
     """
     for split in splits:
-        next_to = [place for place in places if split.parent in place.parents]
-        others = _without_splits(place.relative_to(split.parent).parts[0] for place in next_to)
+        next_to = [inside for inside in image_folders if split.parent in inside.parents]
+        others = _without_splits(inside.relative_to(split.parent).parts[0] for inside in next_to)
         _refuse_classes(f'{split} in {path}', sorted(others), 'a tar file of it alone has its folders as the classes')
 
 
@@ -156,7 +160,7 @@ def missing_split(
     expected: str,
     root: Path,
     wanted: Sequence[str],
-    places: Collection[PurePosixPath],
+    image_folders: Collection[PurePosixPath],
     entries: Sequence[str] | None = None,
     classes: Iterable[str] | None = None,
 ) -> ValueError:
@@ -164,11 +168,11 @@ def missing_split(
 
     Args:
         expected: The split that is missing.
-        places: Folders that may be classes.
+        image_folders: Folders that may be classes.
         entries: Names of the files in `root`; those of the folders with classes by default.
         classes: Names of the folders in `root` with images or folders; the outermost of `places` by default.
     """
-    names = sorted({place.parent.name for place in places if place.parent.name})
+    names = sorted({path.parent.name for path in image_folders if path.parent.name})
     flat = [name for name in wanted if any(each.lower() == name for each in entries or ())]
     note = f'; {flat[0]} there has images and no folders, so it is a class' if flat else ''
     listed = list_names(names if entries is None else entries, MAX_LISTED) or 'none'
@@ -176,7 +180,7 @@ def missing_split(
     if tuple(wanted) not in (EVAL_SPLITS, TRAIN_SPLITS):
         return ValueError(message)
     remedies = _remedies(names)
-    tops = {place.parts[0] for place in places if place.parts} if classes is None else {*classes}
+    tops = {path.parts[0] for path in image_folders if path.parts} if classes is None else {*classes}
     splits = tops & {*names} - _without_splits(names)
     # A class may have the name of a split, and folders.
     if splits and _without_splits(tops) and remedies.keys() <= {'val_share'}:
@@ -200,70 +204,70 @@ def _remedies(names: Sequence[str]) -> dict[str, Any]:
     return {**remedies, 'val_share': 0.1}
 
 
-def find_split_places(places: Collection[PurePosixPath], wanted: Sequence[str]) -> set[PurePosixPath]:
+def find_split_folders(image_folders: Collection[PurePosixPath], wanted: Sequence[str]) -> set[PurePosixPath]:
     """Return the folders of the first of `wanted` that has class folders, at any depth.
 
     Args:
-        places: The folders with images.
+        image_folders: The folders with images.
     """
-    top = find_top(places)
-    inner = {above for place in places for above in place.parents}
+    top = find_top(image_folders)
+    inner = {above for path in image_folders for above in path.parents}
     splits = {*TRAIN_SPLITS, *EVAL_SPLITS, *wanted}
     # A class in another split may be called as the wanted one.
-    outer = {place for place in inner if not any(p.name.lower() in splits for p in place.parents if top in p.parents)}
+    outer = {path for path in inner if not any(p.name.lower() in splits for p in path.parents if top in p.parents)}
     for name in wanted:
-        folders = [place for place in outer if place.name.lower() == name.lower()]
-        exact = {place for place in folders if place.name == name}
+        folders = [path for path in outer if path.name.lower() == name.lower()]
+        exact = {path for path in folders if path.name == name}
         if folders:
-            return {place for place in exact or folders if not set(place.parents) & {*folders}}
+            return {path for path in exact or folders if not set(path.parents) & {*folders}}
     return set()
 
 
-def find_top(places: Collection[PurePosixPath]) -> PurePosixPath:
+def find_top(image_folders: Collection[PurePosixPath]) -> PurePosixPath:
     """Return the folder of the outermost class folders of a data set without splits.
 
     Args:
-        places: The folders with images.
+        image_folders: The folders with images.
     """
-    top = PurePosixPath(os.path.commonpath([str(PurePosixPath('/', place)) for place in places])).relative_to('/')
-    return top.parent if set(places) == {top} else top
+    top = PurePosixPath(os.path.commonpath([str(PurePosixPath('/', path)) for path in image_folders])).relative_to('/')
+    return top.parent if set(image_folders) == {top} else top
 
 
 def unwrap(
-    top: PurePosixPath, places: Iterable[PurePosixPath], folders: Iterable[str], split: str | None
+    top: PurePosixPath, image_folders: Iterable[PurePosixPath], folders: Iterable[str], split: str | None
 ) -> PurePosixPath:
     """Return the folder of class folders at or below `top`: an only folder that has only folders wraps them.
 
     Args:
-        places: The folders with images.
+        image_folders: The folders with images.
         folders: Names of the folders in `top`.
         split: The name of `top` if it is a split, whose wrapper has the same name: another only folder is a class.
     """
-    below = [place for place in places if top in (place, *place.parents)]
+    below = [path for path in image_folders if top in (path, *path.parents)]
     inner = find_top(below) if below else top
-    names = {*folders, *(place.relative_to(top).parts[0] for place in below if place != top)}
+    names = {*folders, *(path.relative_to(top).parts[0] for path in below if path != top)}
     removed = inner.relative_to(top).parts if top in inner.parents else ()
     is_wrapper = split is None or all(name.lower() == split.lower() for name in removed)
     return inner if len(names) == 1 and removed and is_wrapper else top
 
 
-def class_folder(place: PurePosixPath, tops: Collection[PurePosixPath]) -> str | None:
+def class_folder(path: PurePosixPath, tops: Collection[PurePosixPath]) -> str | None:
     """Return the name of the class folder of a folder: the first below one of `tops`; '' for that, None outside."""
-    for top in (place, *place.parents):
+    for top in (path, *path.parents):
         if top in tops:
-            return next(iter(place.relative_to(top).parts), '')
+            return next(iter(path.relative_to(top).parts), '')
     return None
 
 
-def check_no_splits(root: Path, places: Iterable[PurePosixPath]) -> None:
+def check_no_splits(root: Path, image_folders: Iterable[PurePosixPath]) -> None:
     """Raise a MissingSplitError if the outermost folders look like splits and not like classes.
 
     Args:
-        places: The folders with images, relative to `root`.
+        image_folders: The folders with images, relative to `root`.
     """
     inner: dict[str, set[str]] = {}
-    for place in places:
-        name, *rest = place.parts or ('',)
+    for path in image_folders:
+        name, *rest = path.parts or ('',)
         inner.setdefault(name, set()).update(rest[:1])
     for name in inner:
         twins = [other for other in inner if other != name and inner[other] and inner[other] == inner[name]]

@@ -63,7 +63,7 @@ class Loaders(NamedTuple):
         """Return the class of each image of `outputs`; 0 of images that are not for training."""
         taught: Any = self.train.dataset.dataset
         classes = np.zeros(len(taught.outputs.names), np.int64)
-        classes[taught.places] = taught.dataset.targets
+        classes[taught.rows] = taught.dataset.targets
         return classes
 
     @property
@@ -216,14 +216,14 @@ def _divided(source: Source, shard: Shard) -> Source:
 
 
 def _warn(source: Source, *splits: Split) -> None:
-    place = source.name or source.dir
+    name = source.name or source.dir
     # With held-out images, both splits come from one folder.
     for ignored in dict.fromkeys(split.ignored for split in splits if split.ignored):
-        _logger.warning('ignored in %s, because they are hidden or no images: %s', place, ignored)
+        _logger.warning('ignored in %s, because they are hidden or no images: %s', name, ignored)
     if nested := next((split.nested for split in splits if split.nested), ''):
         _logger.warning('the class of an image is its outermost folder, as of %s', nested)
     if len(splits[0].class_names) == 1:
-        _logger.warning('%s has one class, %s, so every prediction is right', place, splits[0].class_names[0])
+        _logger.warning('%s has one class, %s, so every prediction is right', name, splits[0].class_names[0])
 
 
 def _warn_of_small_classes(train: Split, balanced: bool) -> None:
@@ -296,12 +296,12 @@ def _train_loader(
 def _taught(
     split: Split, sizes: SizeSchedule, augment: Augmentation, read: Preprocessing, outputs: TeacherOutputs
 ) -> TaughtDataset:
-    places, squares = outputs.find(split), [size for size in sizes.sizes if not isinstance(size, NativeShape)]
+    rows, squares = outputs.find(split), [size for size in sizes.sizes if not isinstance(size, NativeShape)]
     if len(squares) < len(sizes.sizes):
         raise ValueError('expected images of one shape for the outputs of a teacher, got their own shapes')
     stages = [train_stages(size, augment, read.mean, read.std)[1:] for size in squares]
     transforms = [Compose([*automatic, *to_tensor]) for automatic, to_tensor in stages]
-    return TaughtDataset(split.dataset, transforms, squares, outputs, places)
+    return TaughtDataset(split.dataset, transforms, squares, outputs, rows)
 
 
 class _NamedTransforms(ScheduledTransformDataset):

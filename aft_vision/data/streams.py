@@ -69,16 +69,16 @@ class StreamLoader(DataLoader):
             if not stream.is_training:
                 return
             if made == before:
-                raise CorruptImageError(f'expected a batch of images that can be read in {stream.place}, got {read}')
+                raise CorruptImageError(f'expected a batch of images that can be read in {stream.name}, got {read}')
 
     def _warn_of_more(self, batches: Iterator[Any], read: int) -> None:
         """Warn once if the data set goes on after the number of images that it is said to have."""
         self._counts_more = False
-        place, stated = self.stream.place, self.stream.images
+        name, stated = self.stream.name, self.stream.images
         for batch in batches:
             read += len(batch[1])
             if read > stated:
-                _logger.warning('%s has more than the stated %d images; an epoch has only so many', place, stated)
+                _logger.warning('%s has more than the stated %d images; an epoch has only so many', name, stated)
                 return
 
     def _compare(self, read: int) -> None:
@@ -86,11 +86,11 @@ class StreamLoader(DataLoader):
         stream, missing = self.stream, len(self.stream) - read
         if not 0 <= missing <= stream.skipped:
             raise ValueError(
-                f'expected {len(stream)} images in {stream.place}, got {read}; correct the number after | in the name '
+                f'expected {len(stream)} images in {stream.name}, got {read}; correct the number after | in the name '
                 'of the split, or its description'
             )
         if missing and not stream.is_training:
-            _logger.warning('skipped: %d of %d images of %s', missing, len(stream), stream.place)
+            _logger.warning('skipped: %d of %d images of %s', missing, len(stream), stream.name)
 
     def _batches(self) -> Iterator[Any]:
         rest: list[Any] = []

@@ -79,7 +79,7 @@ class Facts:
 
     def bytes(self, images: int) -> int:
         """Return the size of all arrays."""
-        return sum(int(np.prod(shape)) * np.dtype(kind).itemsize for shape, kind in self.arrays(images).values())
+        return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.arrays(images).values())
 
 
 def image_names(split: Split) -> list[str]:
@@ -161,8 +161,8 @@ class TeacherOutputs:
                 )
             return outputs
         folder.mkdir(parents=True, exist_ok=True)
-        for name, (shape, kind) in facts.arrays(len(names)).items():
-            np.lib.format.open_memmap(folder / f'{name}.npy', mode='w+', dtype=kind, shape=shape).flush()
+        for name, (shape, dtype) in facts.arrays(len(names)).items():
+            np.lib.format.open_memmap(folder / f'{name}.npy', mode='w+', dtype=dtype, shape=shape).flush()
         (folder / NAMES).write_text(json.dumps(names), encoding='utf-8')
         # Its facts make the folder valid.
         with replacing(folder / FACTS) as path:
@@ -189,7 +189,7 @@ class TeacherOutputs:
                     file.write(row.tobytes())
 
     def find(self, split: Split) -> np.ndarray:
-        """Return the place of each image of a split among the stored ones.
+        """Return the row of each image of a split among the stored ones.
 
         Raises:
             ValueError: the split has other images or classes, or the folder is not complete.
@@ -204,13 +204,13 @@ class TeacherOutputs:
                 f'expected the outputs of all {len(self.names)} images in {self.folder}, got those of '
                 f'{len(self.names) - missing}; run train.store_teacher again, which continues'
             )
-        places, names = {name: place for place, name in enumerate(self.names)}, image_names(split)
-        if others := [name for name in names if name not in places]:
+        row_of_name, names = {name: row for row, name in enumerate(self.names)}, image_names(split)
+        if others := [name for name in names if name not in row_of_name]:
             raise ValueError(
                 f'expected images that the teacher has seen in {self.folder}, got {len(others)} others, such as '
                 f'{others[0]}'
             )
-        rows = np.array([places[name] for name in names])
+        rows = np.array([row_of_name[name] for name in names])
         skipped = rows[self.arrays['state'][rows] == SKIPPED]
         if len(skipped) and split.dataset.on_corrupt == 'raise':
             raise ValueError(
@@ -226,8 +226,8 @@ class TeacherOutputs:
         Args:
             code: Number of the crop among those of all images.
         """
-        place, crop = divmod(code, self.facts.crops)
-        box, flip = self.arrays['boxes'][place, crop], self.arrays['flips'][place, crop]
+        row, crop = divmod(code, self.facts.crops)
+        box, flip = self.arrays['boxes'][row, crop], self.arrays['flips'][row, crop]
         return cut(image, box, bool(flip), size)
 
 
@@ -246,7 +246,7 @@ class TaughtDataset(ScheduledTransformDataset):
         dataset: Its own transform is None.
         transforms: One for each size, of a crop.
         sizes: (H, W) in pixels of each.
-        places: Place of each image among those of the outputs.
+        rows: Row of each image in the outputs.
     """
 
     def __init__(
@@ -255,11 +255,11 @@ class TaughtDataset(ScheduledTransformDataset):
         transforms: Sequence[Any],
         sizes: Sequence[tuple[int, int]],
         outputs: TeacherOutputs,
-        places: np.ndarray,
+        rows: np.ndarray,
     ) -> None:
         super().__init__(dataset, transforms)
-        self.sizes, self.outputs, self.places = sizes, outputs, places
-        self.is_stored = self.outputs.arrays['state'][places] == STORED
+        self.sizes, self.outputs, self.rows = sizes, outputs, rows
+        self.is_stored = self.outputs.arrays['state'][rows] == STORED
 
     def __getitem__(self, index: tuple[int, int]) -> tuple[Tensor, int]:
         dataset: Any = self.dataset
@@ -269,8 +269,8 @@ class TaughtDataset(ScheduledTransformDataset):
                 image, _ = dataset[chosen % len(dataset)]
                 if self.is_stored[dataset.last]:
                     break
-        place, crops = int(self.places[dataset.last]), self.outputs.facts.crops
-        code = place * crops + random.randrange(crops)
+        row, crops = int(self.rows[dataset.last]), self.outputs.facts.crops
+        code = row * crops + random.randrange(crops)
         with naming(dataset.name_of_last):
             return self.transforms[index[1]](self.outputs.cut(image, code, self.sizes[index[1]])), code
 

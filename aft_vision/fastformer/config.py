@@ -173,12 +173,12 @@ class FastformerConfig(PreTrainedConfig):
 
         Of the encoders, only the Transformer has several attention implementations.
         """
-        kind = self._attn_implementation
+        attention = self._attn_implementation
         try:
-            self._attn_implementation = kind if self.encoder_mixer == 'transformer' else None
+            self._attn_implementation = attention if self.encoder_mixer == 'transformer' else None
             super().validate()  # type: ignore[misc]
         finally:
-            self._attn_implementation = kind
+            self._attn_implementation = attention
 
     def check(self) -> None:
         """Check the fields; models do so too, as `from_pretrained` sets its arguments after the configuration is made.

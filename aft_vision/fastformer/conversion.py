@@ -124,9 +124,9 @@ class FastformerForConversion(FastformerHierarchyModel):
             if labels.shape != logits.shape:
                 raise ValueError(f'labels must have the shape of ad, {tuple(ad.shape)}, got {tuple(labels.shape)}')
             # Half precision would round the loss of a confident prediction to 0.
-            wide = accumulate_dtype(logits)
-            expected = labels.to(wide).masked_fill(~shown, 0.0)
-            losses = F.binary_cross_entropy_with_logits(logits.to(wide), expected, shown.to(wide), reduction='sum')
+            dtype = accumulate_dtype(logits)
+            expected = labels.to(dtype).masked_fill(~shown, 0.0)
+            losses = F.binary_cross_entropy_with_logits(logits.to(dtype), expected, shown.to(dtype), reduction='sum')
             loss = losses / shown.sum().clamp(min=1)
         logits = logits.masked_fill(~shown, torch.finfo(logits.dtype).min)
         return SequenceClassifierOutput(loss=loss, logits=logits)

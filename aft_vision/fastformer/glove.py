@@ -69,10 +69,10 @@ def read_glove(path: str | Path, words: Iterable[str], dim: int) -> dict[str, np
     """
     wanted = {spelling.encode(): spelling for word in words for spelling in (word, word.lower())}
     vectors: dict[str, np.ndarray] = {}
-    for place, token, numbers in _split_lines(Path(path), dim):
+    for location, token, numbers in _split_lines(Path(path), dim):
         word = wanted.get(token)
         if word is not None and word not in vectors:
-            vectors[word] = _parse_vector(place, numbers)
+            vectors[word] = _parse_vector(location, numbers)
     return vectors
 
 
@@ -119,20 +119,20 @@ def _split_lines(path: Path, dim: int) -> Iterator[tuple[str, bytes, bytes]]:
         spaces = line.count(b' ')
         if number == 1 and spaces != dim:
             raise ValueError(f'expected a GloVe file of a token and {dim} numbers a line, got {spaces} in {path}')
-        place = f'{path}, line {number}'
+        location = f'{path}, line {number}'
         if spaces < dim:
-            raise ValueError(f'{place}: expected a token and {dim} numbers, got {spaces + 1} fields')
+            raise ValueError(f'{location}: expected a token and {dim} numbers, got {spaces + 1} fields')
         end = line.index(b' ') if spaces == dim else len(line.rsplit(b' ', dim)[0])
-        yield place, line[:end], line[end + 1 :]
+        yield location, line[:end], line[end + 1 :]
 
 
-def _parse_vector(place: str, numbers: bytes) -> np.ndarray:
+def _parse_vector(location: str, numbers: bytes) -> np.ndarray:
     try:
         vector = np.array([float(number) for number in numbers.split(b' ')], dtype=np.float32)
     except ValueError as error:
-        raise ValueError(f'{place}: expected numbers after the token: {error}') from error
+        raise ValueError(f'{location}: expected numbers after the token: {error}') from error
     if not np.isfinite(vector).all():
-        raise ValueError(f'{place}: expected finite numbers after the token')
+        raise ValueError(f'{location}: expected finite numbers after the token')
     return vector
 
 

@@ -163,9 +163,9 @@ class CausalAttention(CausalMixer):
             y = self._attend_from(int(state.position), q, k, v, state)
         else:
             # Nothing here depends on a value on the host.
-            place = state.position.view(1)
-            state.keys.index_copy_(2, place, k.to(state.keys.dtype))
-            state.values.index_copy_(2, place, v.to(state.keys.dtype))
+            index = state.position.view(1)
+            state.keys.index_copy_(2, index, k.to(state.keys.dtype))
+            state.values.index_copy_(2, index, v.to(state.keys.dtype))
             # A state may have slots for fewer tokens than the model.
             seen = torch.arange(state.keys.shape[2], device=q.device) <= state.position
             keys, values = (part.to(q.dtype) for part in state[:2])
@@ -278,15 +278,15 @@ def compile_decoder(
 def _is_compiled(block: nn.Module) -> bool:
     modules = dict(block.named_modules())
     if not _is_plain(block, (CausalBlock,)) or not all(
-        name in modules and _is_plain(modules[name], kinds) for name, kinds in COMPILED.items()
+        name in modules and _is_plain(modules[name], types) for name, types in COMPILED.items()
     ):
         return False
     return modules['mlp.act'].approximate == 'none'
 
 
-def _is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+def _is_plain(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
     # A subclass, a parametrisation, a hook or an overridden function may compute something else.
-    if type(module) not in kinds or module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
+    if type(module) not in types or module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
         return False
     if isinstance(module, LayerNorm):
         return module.weight is not None and module.bias is not None

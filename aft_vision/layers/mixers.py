@@ -223,22 +223,22 @@ CAUSAL_MIXERS: dict[str, type[AFTMixer]] = {}
 Kind = TypeVar('Kind', bound=type[AFTMixer])
 
 
-def register_mixer(kind: Kind) -> Kind:
+def register_mixer(cls: Kind) -> Kind:
     """Register a class of mixers, so that models take `mixer=NAME` and the arguments of its constructor.
 
     Raises:
         ValueError: another class has its name, or it has position biases that pictures and reports cannot read.
     """
-    shown = [name for name in ('learned_bias', 'evaluated_bias') if getattr(kind, name) is not getattr(AFTMixer, name)]
-    if kind.bias_names and (not shown or kind.dense_bias is AFTMixer.dense_bias):
+    shown = [name for name in ('learned_bias', 'evaluated_bias') if getattr(cls, name) is not getattr(AFTMixer, name)]
+    if cls.bias_names and (not shown or cls.dense_bias is AFTMixer.dense_bias):
         raise ValueError(
-            f'{kind.__name__} has position biases, {", ".join(kind.bias_names)}: it must define learned_bias() and '
+            f'{cls.__name__} has position biases, {", ".join(cls.bias_names)}: it must define learned_bias() and '
             'dense_bias(), which pictures and reports read'
         )
-    known = (CAUSAL_MIXERS if kind.causal else MIXERS).setdefault(kind.name, kind)
-    if known is not kind:
-        raise ValueError(f'the mixer {kind.name!r} is registered: {known.__name__}; choose another name')
-    return kind
+    known = (CAUSAL_MIXERS if cls.causal else MIXERS).setdefault(cls.name, cls)
+    if known is not cls:
+        raise ValueError(f'the mixer {cls.name!r} is registered: {known.__name__}; choose another name')
+    return cls
 
 
 class GridMixer(AFTMixer):
@@ -325,9 +325,9 @@ class PairMixer(AFTMixer):
     ) -> None:
         super().__init__(dim, dim, device=device, dtype=dtype, **kwargs)
         self.window = num_tokens if window is None else min(window, num_tokens)
-        place: Any = dict(grid=grid, window=window, causal=self.causal, device=device, dtype=dtype)
+        options: Any = dict(grid=grid, window=window, causal=self.causal, device=device, dtype=dtype)
         self.position_bias: FactorizedBias | PairwiseBias = (
-            FactorizedBias(num_tokens, bias_dim, **place) if factorize_bias else PairwiseBias(num_tokens, **place)
+            FactorizedBias(num_tokens, bias_dim, **options) if factorize_bias else PairwiseBias(num_tokens, **options)
         )
         self.reset_parameters()
 
@@ -595,8 +595,8 @@ class AFTOnehot(GridMixer):
         """Return the position bias as a kernel (h, s, s), zero except at the offsets; s grows to include them all."""
         radius = max(int(self.offset.abs().max()), (self.kernel_size or 1) // 2)
         heads, size = len(self.weight), 2 * radius + 1
-        place = (self.offset[:, :1] + radius) * size + self.offset[:, 1:] + radius
-        flat = self.weight.new_zeros(heads, size * size).scatter(1, place, self.weight[:, None])
+        index = (self.offset[:, :1] + radius) * size + self.offset[:, 1:] + radius
+        flat = self.weight.new_zeros(heads, size * size).scatter(1, index, self.weight[:, None])
         return flat.view(heads, size, size)
 
     # None is learned: the other entries of the kernel that was are gone.
@@ -731,11 +731,11 @@ def find_mixer(name: str, mixers: Mapping[str, type[AFTMixer]] = MIXERS) -> type
     return mixers[name]
 
 
-def mixer_arguments(kinds: Iterable[type[AFTMixer]]) -> dict[str, Any]:
+def mixer_arguments(classes: Iterable[type[AFTMixer]]) -> dict[str, Any]:
     """Return the arguments that some classes of mixers have, with their types; None leaves one out."""
     hints: dict[str, Any] = {}
-    for kind in kinds:
-        for name, hint in kind.arguments().items():
+    for cls in classes:
+        for name, hint in cls.arguments().items():
             hints[name] = hints.get(name) | hint
     return hints
 
@@ -789,7 +789,7 @@ def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
     return build_mixer(find_mixer(name), dim, **kwargs)
 
 
-def build_mixer(kind: type[AFTMixer], dim: int, **kwargs: Any) -> AFTMixer:
+def build_mixer(cls: type[AFTMixer], dim: int, **kwargs: Any) -> AFTMixer:
     """Build a mixer of a class.
 
     Raises:
@@ -797,18 +797,18 @@ def build_mixer(kind: type[AFTMixer], dim: int, **kwargs: Any) -> AFTMixer:
     """
     needed = [
         name
-        for name, x in inspect.signature(kind).parameters.items()
+        for name, x in inspect.signature(cls).parameters.items()
         if x.default is x.empty and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != 'dim'
     ]
     missing = [name for name in needed if name not in kwargs]
     if missing:
-        raise TypeError(f'mixer={getattr(kind, "name", kind.__name__)!r} needs {", ".join(missing)}')
-    return kind(dim, **kwargs)
+        raise TypeError(f'mixer={getattr(cls, "name", cls.__name__)!r} needs {", ".join(missing)}')
+    return cls(dim, **kwargs)
 
 
-def mixers_of(model: nn.Module, kind: type[Mixer]) -> list[Mixer]:
+def mixers_of(model: nn.Module, cls: type[Mixer]) -> list[Mixer]:
     """Return the mixers of a class in a model, in the order of its layers."""
-    return [module for module in model.modules() if isinstance(module, kind)]
+    return [module for module in model.modules() if isinstance(module, cls)]
 
 
 def aft_mixers(model: nn.Module) -> list[AFTMixer]:

@@ -112,16 +112,16 @@ class AFTVisionTransformer(VisionTransformer):
         attention_blocks: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        kind = find_mixer(mixer)
-        on_grid, has_positions = kind.on_grid, kind.depends_on_positions()
+        mixer_class = find_mixer(mixer)
+        on_grid, has_positions = mixer_class.on_grid, mixer_class.depends_on_positions()
         class_token = (not on_grid) if class_token is None else class_token
-        _check_arguments(kind, num_heads, class_token, dynamic_img_size, kwargs)
+        _check_arguments(mixer_class, num_heads, class_token, dynamic_img_size, kwargs)
         attention_blocks = attention_blocks or ()
         check_attention_blocks(attention_blocks, range(kwargs.get('depth', 12)))
-        heads = {'num_heads': num_heads} if 'num_heads' in kind.arguments() else {}
+        heads = {'num_heads': num_heads} if 'num_heads' in mixer_class.arguments() else {}
         chosen, kwargs = split_arguments(mixer, {**kwargs, **heads}, mixer_args)
         block_args: dict[str, Any] = {'mixer': mixer, 'query_gate': query_gate, **chosen}
-        has_tokens = 'num_tokens' in kind.parameters_of_init()
+        has_tokens = 'num_tokens' in mixer_class.parameters_of_init()
         if has_tokens:
             block_args |= _token_arguments(img_size, patch_size, int(class_token) + kwargs.get('reg_tokens', 0))
         super().__init__(
@@ -429,23 +429,27 @@ class _BlockFactory:
 
 
 def _check_arguments(
-    kind: type[AFTMixer], num_heads: int | None, class_token: bool, dynamic_img_size: bool, kwargs: dict[str, Any]
+    mixer_class: type[AFTMixer],
+    num_heads: int | None,
+    class_token: bool,
+    dynamic_img_size: bool,
+    kwargs: dict[str, Any],
 ) -> None:
     for name in ('block_fn', 'attn_layer'):
         if name in kwargs:
             raise TypeError(f'{name} is an argument of attention; choose the mixer by `mixer`')
-    mixer = kind.name
-    if kind.on_grid and (class_token or kwargs.get('reg_tokens', 0)):
+    mixer = mixer_class.name
+    if mixer_class.on_grid and (class_token or kwargs.get('reg_tokens', 0)):
         raise ValueError(f'mixer={mixer!r} works on a grid and does not support class_token and reg_tokens')
-    if 'num_heads' not in kind.arguments() and num_heads not in (None, 1):
+    if 'num_heads' not in mixer_class.arguments() and num_heads not in (None, 1):
         raise ValueError(
             f'mixer={mixer!r} has one position bias for all channels: num_heads must be 1, got {num_heads}'
         )
-    if not kind.on_grid and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
+    if not mixer_class.on_grid and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
         raise ValueError(
             'dynamic_img_pad=True needs dynamic_img_size=True, because the position embedding has a fixed size'
         )
-    if kind.depends_on_positions() and kwargs.get('patch_drop_rate', 0.0):
+    if mixer_class.depends_on_positions() and kwargs.get('patch_drop_rate', 0.0):
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
 
 

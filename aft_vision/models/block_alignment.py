@@ -49,14 +49,14 @@ def pair_blocks(depth: int, teacher_depth: int) -> list[range]:
 
 def select_blocks(state_dict: Mapping[str, Tensor], pairs: Sequence[range]) -> dict[str, Tensor]:
     """Return the state dict of a ViT with one block for each pair: the last one of its blocks."""
-    places = {blocks[-1]: index for index, blocks in enumerate(pairs)}
+    new_index = {blocks[-1]: index for index, blocks in enumerate(pairs)}
     selected = {}
     for name, value in state_dict.items():
         match = BLOCK.match(name)
         if match is None:
             selected[name] = value
-        elif int(match[1]) in places:
-            selected[f'blocks.{places[int(match[1])]}.{name[match.end() :]}'] = value
+        elif int(match[1]) in new_index:
+            selected[f'blocks.{new_index[int(match[1])]}.{name[match.end() :]}'] = value
     return selected
 
 
@@ -95,7 +95,7 @@ def block_errors(model: nn.Module, tokens: Sequence[Tensor], pairs: Sequence[ran
     own: Any = model
     errors = []
     for block, blocks in zip(own.blocks, pairs, strict=True):
-        x, wanted = (_own_tokens(tokens[place], own, grid) for place in (blocks.start, blocks.stop))
+        x, wanted = (_own_tokens(tokens[boundary], own, grid) for boundary in (blocks.start, blocks.stop))
         y = block(x, grid if own.passes_grid else None)
         scale = (wanted - x).float().square().mean().clamp_min(torch.finfo(torch.float32).tiny)
         errors.append((y - wanted).float().square().mean() / scale)

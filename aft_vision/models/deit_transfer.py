@@ -137,8 +137,8 @@ class _Transfer:
 
     def merge(self) -> None:
         """Fold tensors that the model lacks into their neighbours, which changes no output."""
-        for kind in ('weight', 'bias'):
-            head, other = f'head.{kind}', f'head_dist.{kind}'
+        for parameter in ('weight', 'bias'):
+            head, other = f'head.{parameter}', f'head_dist.{parameter}'
             if head in self.source and other in self.source:
                 self._fold(other, head, (self.source[head] + self.source[other]) / 2, 'mean of the two heads')
         for name in list(self.source):
@@ -209,9 +209,9 @@ class _Transfer:
         return TransferOutcome('left out', '', self.source[name].numel(), note=note)
 
     def _place_projections(
-        self, value: Tensor, block: str, kind: str | None, part: str | None
+        self, value: Tensor, block: str, parameter: str | None, part: str | None
     ) -> list[TransferOutcome]:
-        dim, target = self.model.embed_dim, f'{block}.qkv.{kind or "bias"}'
+        dim, target = self.model.embed_dim, f'{block}.qkv.{parameter or "bias"}'
         if part is None and value.shape[0] != 3 * dim:
             raise StateDictError(f'expected {target} of {3 * dim} rows, three projections, got {value.shape[0]}')
         sizes = projection_sizes(self.model.get_submodule(block))

@@ -31,8 +31,8 @@ def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         if isinstance(x, Tensor) and isinstance(state_dict.get(name), Tensor) and state_dict[name].shape != x.shape
     ]
     differences = [
-        f'{len(names)} {kind}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}'
-        for kind, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
+        f'{len(names)} {problem}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}'
+        for problem, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
         if names
     ]
     if differences:

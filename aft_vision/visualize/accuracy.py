@@ -55,9 +55,9 @@ def label_photographs(model: Any, paths: Sequence[Path], folder: Path | None = N
     ]
     # Folders of one level together, because the number of names tells equal words of two classes apart.
     for level in zip_longest(*folders):
-        names = sorted({name for name, place in zip(level, classes, strict=True) if name and place is None})
-        places = dict(zip(names, match_classes(labels, names), strict=True))
-        classes = [places.get(name) if place is None else place for name, place in zip(level, classes, strict=True)]
+        names = sorted({name for name, index in zip(level, classes, strict=True) if name and index is None})
+        index_of = dict(zip(names, match_classes(labels, names), strict=True))
+        classes = [index_of.get(name) if index is None else index for name, index in zip(level, classes, strict=True)]
     return classes
 
 
@@ -150,10 +150,10 @@ def draw_classes(
     """
     figure = new_figure(7.5, 1.3 + 0.28 * len(groups))
     axes = figure.subplots()
-    for place, group in enumerate(groups.values()):
+    for y, group in enumerate(groups.values()):
         low, high = interval(sum(each.is_right for each in group), len(group))
-        axes.plot([100 * low, 100 * high], [place, place], color='C0', linewidth=1.5)
-        axes.plot(100 * share_right(group), place, 'o', color='C0')
+        axes.plot([100 * low, 100 * high], [y, y], color='C0', linewidth=1.5)
+        axes.plot(100 * share_right(group), y, 'o', color='C0')
     axes.axvline(100 * total, color='0.5', linestyle=':', label=f'all: {100 * total:.1f}%')
     labels = [literal(f'{names[truth]} ({len(group)})') for truth, group in groups.items()]
     axes.set_yticks(range(len(groups)), labels)
@@ -166,7 +166,7 @@ def draw_classes(
 def confused_classes(answers: Sequence[LabelledPrediction], at_most: int = MAX_CLASSES) -> list[int]:
     """Return the classes of photographs and predictions in their order; of many, those that are most often confused."""
     wrong = Counter((each.truth, each.prediction) for each in answers if not each.is_right)
-    confused = [place for pair, _ in wrong.most_common() for place in pair]
+    confused = [index for pair, _ in wrong.most_common() for index in pair]
     return sorted([*dict.fromkeys([*confused, *(each.truth for each in answers)])][:at_most])
 
 
@@ -191,14 +191,14 @@ def draw_confusions(answers: Sequence[LabelledPrediction], names: Sequence[str],
             if count := counts[truth, prediction]:
                 color = 'white' if shares[row, column] > 0.5 else 'black'
                 axes.text(column, row, str(count), ha='center', va='center', color=color, fontsize=8)
-    shown = [names[place] for place in classes]
+    shown = [names[index] for index in classes]
     labels = [literal(name if len(name) <= 30 else f'{name[:29]}…') for name in shown]
     axes.set_xticks(range(len(classes)), labels, rotation=90, fontsize=9)
     axes.set_yticks(range(len(classes)), labels, fontsize=9)
     axes.set(xlabel='prediction', ylabel='class')
     # Frames of the cells.
-    axes.set_xticks([place + 0.5 for place in range(len(classes) - 1)], minor=True)
-    axes.set_yticks([place + 0.5 for place in range(len(classes) - 1)], minor=True)
+    axes.set_xticks([index + 0.5 for index in range(len(classes) - 1)], minor=True)
+    axes.set_yticks([index + 0.5 for index in range(len(classes) - 1)], minor=True)
     axes.grid(which='minor', color='0.9')
     axes.tick_params(which='minor', length=0)
     return figure

@@ -74,10 +74,10 @@ def relative_mean(attention: Tensor, grid: tuple[int, int]) -> Tensor:
     token = torch.arange(height * width, device=attention.device)
     dy = token // width - (token // width)[:, None] + height - 1
     dx = token % width - (token % width)[:, None] + width - 1
-    place = (dy * shape[1] + dx).flatten()
+    index = (dy * shape[1] + dx).flatten()
     total = attention.new_zeros(*attention.shape[:-2], shape[0] * shape[1])
-    total.index_add_(-1, place, attention.flatten(-2))
-    pairs = torch.bincount(place, minlength=shape[0] * shape[1])
+    total.index_add_(-1, index, attention.flatten(-2))
+    pairs = torch.bincount(index, minlength=shape[0] * shape[1])
     return (total / pairs).unflatten(-1, shape)
 
 
@@ -214,7 +214,7 @@ def draw_attention(
     chosen = check_indices('layer', chosen_layers, len(mixers), len(mixers))
     heads = _choose_heads([_heads(mixers[layer]) for layer in chosen], heads, max_heads)
     grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
-    token, place = _check_query(query, grid), frame_of(query, grid)
+    token, frame = _check_query(query, grid), frame_of(query, grid)
     layers = {mixers[layer]: layer for layer in chosen}
     # (n, H * W) of each layer.
     weights: dict[int, Tensor] = {}
@@ -229,7 +229,7 @@ def draw_attention(
     def cells(layer: int) -> Iterator[Cell]:
         for weight in weights[layer]:
             caption = f'{format_number(weight.max().item() * (len(weight) + prefix))}\u00d7'
-            yield Cell(overlay(photograph, weight.unflatten(0, grid)), caption=caption, mark=place)
+            yield Cell(overlay(photograph, weight.unflatten(0, grid)), caption=caption, mark=frame)
 
     return draw_grid(
         [Block('', layer_rows(chosen, heads, cells))],
@@ -240,7 +240,7 @@ def draw_attention(
         ('0', 'the largest weight'),
         HEAT,
         aspect=grid[0] / grid[1],
-        photograph=TopPicture(photograph.pixels, text, place),
+        photograph=TopPicture(photograph.pixels, text, frame),
     )
 
 

@@ -64,13 +64,13 @@ def mixer_inputs(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> M
 def run_with_hooks(
     model: nn.Module,
     images: Tensor,
-    kind: type[nn.Module] | tuple[type[nn.Module], ...],
+    types: type[nn.Module] | tuple[type[nn.Module], ...],
     callback: Callable[[Any, Tensor, tuple[int, int], int], None],
 ) -> Tensor:
     """Run a model once in evaluation mode, with a callback before each of its token mixers.
 
     Args:
-        kind: Classes of the mixers.
+        types: Classes of the mixers.
         callback: Called with the mixer, its tokens (B, T, C), their grid (H, W) and the number of prefix tokens.
 
     Returns:
@@ -79,7 +79,7 @@ def run_with_hooks(
     Raises:
         ValueError: the model has none of these mixers, or its tokens are not a prefix and a grid.
     """
-    mixers = find_mixers(model, kind)
+    mixers = find_mixers(model, types)
     grid = token_grid(model, (images.shape[2], images.shape[3]))
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -120,15 +120,15 @@ def mixer_layers(model: nn.Module) -> dict[AFTMixer, int]:
     return {mixer: layer for layer, mixer in enumerate(mixers) if not isinstance(mixer, Attention)}
 
 
-def find_mixers(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:
+def find_mixers(model: nn.Module, types: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:
     """Return the modules of these classes, in the order of the layers.
 
     Raises:
         ValueError: there is none.
     """
-    mixers = [module for module in model.modules() if isinstance(module, kind)]
+    mixers = [module for module in model.modules() if isinstance(module, types)]
     if not mixers:
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        names = ' or '.join('timm.layers.Attention' if k is Attention else k.__name__ for k in kinds)
+        classes = types if isinstance(types, tuple) else (types,)
+        names = ' or '.join('timm.layers.Attention' if k is Attention else k.__name__ for k in classes)
         raise ValueError(f'expected a model with token mixers of {names}, got {type(model).__name__}, which has none')
     return mixers

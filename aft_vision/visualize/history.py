@@ -120,8 +120,8 @@ def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> A
                 ('eval_bits', 'o-', 'evaluated'),
                 ('eval_ema_bits', 's--', 'evaluated, averaged weights'),
             ):
-                place = {'update': 'train_updates', 'seconds': 'train_total_seconds'}[column]
-                points = [(row[place], row[key]) for row in epochs if not math.isnan(row.get(key, math.nan))]
+                x = {'update': 'train_updates', 'seconds': 'train_total_seconds'}[column]
+                points = [(row[x], row[key]) for row in epochs if not math.isnan(row.get(key, math.nan))]
                 if points:
                     axes.plot(*zip(*points, strict=True), style, color=color, ms=4, label=f'{name}, {what}')
         axes.set_xlabel(label)

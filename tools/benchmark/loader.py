@@ -83,14 +83,14 @@ def find_loaders(source: str, img_size: int, batch_size: int, workers: int) -> d
         return loaders.train.loader
 
     epochs: dict[str, Epoch] = {source: ours}
-    place = Path(source) / 'train'
-    if place.is_dir():
+    folder = Path(source) / 'train'
+    if folder.is_dir():
         options: dict[str, Any] = dict(color_jitter=0.0, interpolation='bicubic', persistent_workers=workers > 0)
         images = create_dataset('', source, split='train', is_training=True)
         options |= dict(is_training=True, num_workers=workers, device=torch.device('cpu'))
         timms = create_loader(images, (3, img_size, img_size), batch_size, **options)
         epochs[f"{source}, timm's loader"] = lambda epoch: timms.loader
-    elif (path := place.with_suffix('.beton')).is_file():
+    elif (path := folder.with_suffix('.beton')).is_file():
         epochs[f"{source}, FFCV's Loader"] = _ffcv_loader(path, img_size, batch_size, workers)
     return epochs
 

@@ -110,13 +110,13 @@ def decoding(name: str, batch: int, key: str, *, rounds: int) -> Measurement:
     return Measurement(row[key], row[f'{key}_quartiles'])
 
 
-def loader_cost(kind: str, *, rounds: int) -> Measurement:
+def loader_cost(files: str, *, rounds: int) -> Measurement:
     """Measure the CPU time of an image of our loader over that of timm's, of a 'folder', or of FFCV's own, 'ffcv'."""
     with TemporaryDirectory() as folder:
         source = Path(folder) / 'images'
         for split, count in (('train', PHOTOGRAPHS), ('val', 2)):
             _write_photographs(source / split, count)
-        if kind == 'ffcv':
+        if files == 'ffcv':
             from tools.write_ffcv import main as write_ffcv
 
             images, source = source, Path(folder) / 'ffcv'

@@ -93,7 +93,7 @@ class RecommendationTrainer(EpochTrainer):
         if self.args.world_size == 1:
             return part
         whole = torch.zeros(len(behaviors.candidates.values))
-        whole[torch.from_numpy(behaviors.candidates.places(rows))] = torch.from_numpy(part)
+        whole[torch.from_numpy(behaviors.candidates.indices(rows))] = torch.from_numpy(part)
         return self.accelerator.reduce(whole.to(self.args.device), 'sum').cpu().numpy()
 
     def evaluate(  # type: ignore[override]

@@ -102,9 +102,9 @@ class TextRun(ABC):
 
     def new_model(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         """Create a model with initial weights."""
-        max_length, kind = self.config.data.max_length, self.model_class.config_class
+        max_length, config_class = self.config.data.max_length, self.model_class.config_class
         fields = {'vocab_size': len(tokenizer), 'pad_token_id': tokenizer.pad_token_id, **self.model_fields(tokenizer)}
-        config = text_model_config(self.stated_model(), max_length, kind, **fields)
+        config = text_model_config(self.stated_model(), max_length, config_class, **fields)
         # The implementation of full attention in the baseline Transformer.
         return self.model_class._from_config(config, attn_implementation=self.config.run.attention)
 

@@ -261,16 +261,16 @@ def stated_model(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_model_config(
-    model: Mapping[str, Any], max_length: int, kind: type[FastformerConfig] = FastformerConfig, **more: Any
+    model: Mapping[str, Any], max_length: int, config_class: type[FastformerConfig] = FastformerConfig, **more: Any
 ) -> FastformerConfig:
     """Create the FastformerConfig of the `model` section: its preset of Table 9, if any, changed by its other keys.
 
     Args:
         max_length: Maximal tokens of a text.
-        kind: That class, or the task's subclass of it.
+        config_class: That class, or the task's subclass of it.
         more: What the data decide.
 
     Raises:
         ValueError: values that exclude each other.
     """
-    return kind(**{**stated_model(model), 'max_position_embeddings': max_length, **more})
+    return config_class(**{**stated_model(model), 'max_position_embeddings': max_length, **more})

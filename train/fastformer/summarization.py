@@ -95,7 +95,9 @@ class SummarizationRun(TextRun):
 
     def arguments(self, folder: Path, seed: int, **more: Any) -> TrainingArguments:
         generates = self.config.generate.validate
-        return super().arguments(folder, seed, kind=Seq2SeqTrainingArguments, predict_with_generate=generates, **more)
+        return super().arguments(
+            folder, seed, arguments_class=Seq2SeqTrainingArguments, predict_with_generate=generates, **more
+        )
 
     def new_trainer(self, **options: Any) -> Trainer:
         model, tokenizer, generate = options['model'], options['processing_class'], self.config.generate

@@ -115,10 +115,10 @@ def _requests_of_impressions(behaviors: Behaviors, labels: np.ndarray, news: New
 
 
 def _as_click(record: Record) -> Request:
-    place, values = record
+    location, values = record
     for column in ('clk', *(f'mask_{slot}' for slot in range(SLOTS))):
         if values[column] not in ('0', '1'):
-            raise ValueError(f'{place}, column {column!r}: expected 0 or 1, got {values[column]!r}')
+            raise ValueError(f'{location}, column {column!r}: expected 0 or 1, got {values[column]!r}')
     behaviors = [
         Behavior(f'type {values[f"type_{slot}"]}', _item_words(values[f'category_{slot}'], values[f'brand_{slot}']))
         for slot in range(SLOTS)

@@ -89,15 +89,15 @@ def load_ratings(folder: str | Path, films: News) -> list[Rating]:
 def _as_rating(record: Record, rows: Mapping[str, int]) -> Rating:
     user, item, stars, time = (record.values[column] for column in RATING_COLUMNS)
     if item not in rows:
-        raise ValueError(f"{record.place}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
+        raise ValueError(f"{record.location}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
     if stars not in STARS:
-        raise ValueError(f"{record.place}, column 'rating': expected {', '.join(STARS)}, got {stars!r}")
+        raise ValueError(f"{record.location}, column 'rating': expected {', '.join(STARS)}, got {stars!r}")
     try:
         seconds = float(time)
         if not math.isfinite(seconds):
             raise ValueError(f'got {seconds}')
     except ValueError as error:
-        raise ValueError(f"{record.place}, column 'timestamp': expected seconds: {error}") from error
+        raise ValueError(f"{record.location}, column 'timestamp': expected seconds: {error}") from error
     return Rating(user, rows[item], int(stars), seconds)
 
 
@@ -141,16 +141,16 @@ def _make_impressions(
     for user, order in watched.items():
         unseen = np.ones(films, dtype=bool)
         unseen[order[:1]] = False
-        for place in range(1, len(order)):
+        for step in range(1, len(order)):
             # Films watched later may be shown: leaving them out would reveal the tested films.
-            unseen[order[place]] = False
+            unseen[order[step]] = False
             others = np.flatnonzero(unseen)
-            left = len(order) - 1 - place
+            left = len(order) - 1 - step
             split = SPLITS[2 - left] if left < 2 else 'train'
             shown = draw.choice(others, min(negatives, len(others)), replace=False)
             at = int(draw.integers(len(shown) + 1))
-            candidates = np.insert(shown, at, order[place])
-            splits[split].append((f'{user}-{place}', order[max(0, place - max_behaviors) : place], candidates, at))
+            candidates = np.insert(shown, at, order[step])
+            splits[split].append((f'{user}-{step}', order[max(0, step - max_behaviors) : step], candidates, at))
     return {split: _as_impressions(rows) for split, rows in splits.items()}
 
 

@@ -89,8 +89,8 @@ def _news_files(path: Path) -> list[Path]:
 
 
 def _choose_text(records: Iterable[Record], bodies: dict[str, str], text: Sequence[str] | None) -> Iterator[Record]:
-    for place, values in records:
+    for location, values in records:
         body = bodies.get(values['news_id'], '')
         columns = text or (('body',) if body else ('title', 'abstract'))
         parts = [body if column == 'body' else values[column] for column in columns]
-        yield Record(place, {'text': ' '.join(filter(None, parts)), 'category': values['category']})
+        yield Record(location, {'text': ' '.join(filter(None, parts)), 'category': values['category']})
