@@ -99,8 +99,8 @@ def cpu_seconds() -> float:
         with contextlib.suppress(OSError):
             fields = path.read_text().rpartition(')')[2].split()
             process = int(path.parent.name)
-            # Its own time, which is counted finer for this process, and that of its children that have ended, each in
-            # user and in system mode.
+            # Its own time, which is counted finer for this process, and the time of its ended children, each in user
+            # and in system mode.
             parents[process], used[process] = int(fields[1]), sum(map(int, fields[13 if process == own else 11 : 15]))
     below = {own}
     while more := {process for process, parent in parents.items() if parent in below} - below:

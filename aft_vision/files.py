@@ -114,7 +114,7 @@ def keeping_rows(path: str | Path, finish: Callable[[Path], None] | None = None)
         return stack.enter_context(part.open('w', encoding='utf-8', errors='backslashreplace'))
 
     def write(row: Any) -> None:
-        # That of an earlier run stays until there is a row.
+        # The file of an earlier run stays until there is a row.
         nonlocal file, rows
         if has_lines:
             file = file or open_part()

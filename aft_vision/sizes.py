@@ -97,7 +97,7 @@ def takes_any_size(model: nn.Module) -> bool:
 def record_size(model: nn.Module, size: Sequence[int]) -> None:
     """Make (H, W) in pixels the default size of a model that takes any size.
 
-    Where the architecture names none, that of `pretrained_cfg` is the default.
+    Where the architecture names none, `pretrained_cfg` has the default.
     """
     resizable: Any = model
     if takes_any_size(model) and get_model_traits(model).get('img_size') is not None:

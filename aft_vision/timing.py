@@ -16,7 +16,7 @@ MIN_SECONDS = 0.02
 
 
 class Timing(NamedTuple):
-    """The time of a call, compared with that of the first one."""
+    """The time of a call, compared with the first one's."""
 
     # Median over the rounds.
     seconds: float
@@ -88,7 +88,7 @@ def time_rounds(
 
 
 def compare_rounds(seconds: Sequence[float], first: Sequence[float]) -> Timing:
-    """Compare the seconds of a call in every round with those of the first call in the same rounds."""
+    """Compare the seconds of a call in every round with the first call's in the same rounds."""
     ratios = [base / own for base, own in zip(first, seconds, strict=True)]
     return Timing(statistics.median(seconds), statistics.median(ratios), quartiles(ratios))
 

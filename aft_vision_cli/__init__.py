@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-# A wheel has the commands and configs inside this package: their names, such as `train`, may be those of other
+# A wheel has the commands and configs inside this package: their names, such as `train`, may belong to other
 # packages. It is no part of aft_vision, whose import takes seconds.
 HERE = Path(__file__).resolve().parent
 ROOT = HERE if (HERE / 'train').is_dir() else HERE.parent
@@ -73,7 +73,7 @@ def fail(message: str) -> int:
 
 
 def find_commands() -> dict[str, str]:
-    """Return the module of each command by its name, those of FIRST first."""
+    """Return the module of each command by its name, beginning with FIRST."""
     commands = {}
     for path in (*ROOT.glob('t*/*.py'), *ROOT.glob('t*/*/__main__.py')):
         module = '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__main__')

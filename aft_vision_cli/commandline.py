@@ -115,7 +115,7 @@ def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str]
 
     Args:
         main: Function of the command; takes the command line and raises errors.
-        argv: The command line, by default that of the process. With --debug the traceback is printed too.
+        argv: The command line, by default the process's. With --debug the traceback is printed too.
 
     Raises:
         SystemExit: the command failed, with code 2, or was stopped by a signal, with code 128 plus its number.

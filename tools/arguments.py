@@ -160,7 +160,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def decoding(args: argparse.Namespace, data: Mapping[str, Any] | None = None) -> Any:
-    """Return the Decoding of the options of `add_decoding`, by default that of the section `data` of a run."""
+    """Return the Decoding of the options of `add_decoding`, by default the Decoding of the section `data` of a run."""
     from aft_vision.data import Decoding
 
     data, default = data or {}, Decoding()

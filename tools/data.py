@@ -35,7 +35,7 @@ def create_data_loader(
         The loader and the class names, as `create_eval_loader`, and the outputs of these classes, as `find_classes`.
 
     Raises:
-        ValueError: the data set or an option is not valid, or its classes are not those of the model.
+        ValueError: the data set or an option is not valid, or its classes are not the model's.
     """
     trained = resolve_model_data_config(model)
     check_channels(model, 3)

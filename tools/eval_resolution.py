@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 def sizes_of(model: nn.Module, args: argparse.Namespace) -> list[tuple[int, int]]:
     """Return the sizes (H, W) to evaluate a model at: those wanted, or of training, and squares of native shapes."""
     if not (args.sizes or args.native):
-        # `load_model` records that of a run.
+        # `load_model` records the size of a run.
         return [training_size(model)]
     return by_area([*args.sizes, *(naflex_shape(model, tokens).square for tokens in args.max_tokens)])
 
@@ -314,7 +314,7 @@ def read_real_labels(path: Path, loader: Any) -> list[list[int]]:
             names.
 
     Raises:
-        ValueError: the file has another content, or the images have no names or those of other images.
+        ValueError: the file has another content, or the images have no names or other ones.
     """
     try:
         labels = json.loads(path.read_bytes())

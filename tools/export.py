@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
     Raises:
         ValueError: the checkpoint, the model or an option is not valid, the file differs from the model, or the result
-            would overwrite the checkpoint or hide that of a run.
+            would overwrite the checkpoint or hide the one of a run.
         ImportError: a package that the format needs is not installed.
     """
     args = parse_args(argv)

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     Raises:
         ValueError: the checkpoint, the data set or the device is not valid, the model was not trained with
-            gumbel=True, or the result would overwrite it or hide that of another run.
+            gumbel=True, or the result would overwrite it or hide the one of another run.
     """
     args = parse_args(argv)
     check_out(args.out, args.checkpoint)

@@ -273,7 +273,7 @@ def find_validation_images(experiment: Mapping[str, Any]) -> list[Path]:
     except ValueError as error:
         raise ValueError(f'expected the validation images of the run, or --images FOLDER: {error}') from error
     files = [Path(dataset.name_of(index)) for index in range(len(dataset))] if hasattr(dataset, 'name_of') else []
-    # Those of a named data set may be files of a library's cache.
+    # The images of a named data set may be files of a library's cache.
     if source.name or not (files and files[0].is_file()):
         name = source.name or source.dir
         raise ValueError(f'expected --images FOLDER, as the images of the run are not files but in {name}, got none')
@@ -291,7 +291,7 @@ def recorded_facts(checkpoint: Path) -> dict[str, str]:
     facts = {'Checkpoint': str(Path(*checkpoint.resolve().parts[-2:]))}
     content = read_record(checkpoint)
     if 'best_top1' in content:
-        # The last checkpoint of a run has its own epoch, not that of the best weights.
+        # The last checkpoint of a run has its own epoch, not the epoch of the best weights.
         when = '' if 'optimizer' in content else f', after {content["epoch"]} epochs'
         facts['Top-1'] = f'{content["best_top1"]:.2f}%, the best of the run{when}'
     return facts

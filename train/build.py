@@ -73,7 +73,7 @@ def resolve_images(config: Config, checkpoint: str | Path | None = None) -> Imag
     """Return the images of an experiment.
 
     Args:
-        checkpoint: The weights; None for those of `run.init_from`, otherwise of the name of the model.
+        checkpoint: The weights; None for `run.init_from`, otherwise the weights of the name of the model.
 
     Raises:
         ValueError: `data.max_tokens` is set and the model takes only images of one shape, or the weights cannot be
@@ -236,7 +236,7 @@ def build_evaluation(
     """Build the model for `--eval`, with its weights, the validation loader of this process, and `find_classes`.
 
     Args:
-        checkpoint: The weights; None for those of the name of the model.
+        checkpoint: The weights; None for the weights of the name of the model.
 
     Raises:
         ValueError: the weights cannot be read, or are for other classes or another model.
@@ -272,7 +272,7 @@ def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, An
 
 
 def _build_with_weights(config: Config, num_classes: int, weights: Weights | None, **options: Any) -> Any:
-    """Build the model, with these weights, or without any with those of its name if model.pretrained is true.
+    """Build the model, with these weights, or if model.pretrained is true with the weights of its name.
 
     Args:
         options: Further arguments of `initialize_model`.

@@ -26,7 +26,7 @@ from train.state import TrainState
 
 LOCK = '.lock'
 MAX_KEPT = 100
-# Files of a run besides its checkpoints and summary.csv, and those of tools.eval_resolution and tools.report about it.
+# Files of a run besides its checkpoints and summary.csv, also by tools.eval_resolution and tools.report.
 RESULTS = ('curves.png', 'result.json', 'steps.csv', 'eval_resolution.json', 'eval_resolution.png', 'report.html')
 # Keys of `run` that affect updates, and keys of other sections that do not.
 RUN_KEYS = ('seed', 'amp')
@@ -217,7 +217,7 @@ def remove_run(folder: Path) -> None:
 def describe_samples(loader: Any) -> dict[str, Any]:
     """Return the number of training samples, and a digest of the names of their files, as an entry `data`.
 
-    The names are those of the files and their class folders, or of the shards: a data set may move.
+    The names are files and their class folders, or of the shards: a data set may move.
     """
     dataset = getattr(loader, 'dataset', None)
     if isinstance(dataset, WebDataset):
@@ -262,8 +262,8 @@ def restore(
     """Restore a state from a checkpoint.
 
     Args:
-        class_names: Classes of the data set, which must be those of the checkpoint.
-        data: From `describe_samples`. Within an epoch, it must be that of the checkpoint.
+        class_names: Classes of the data set, which must equal the checkpoint's.
+        data: From `describe_samples`. Within an epoch, it must equal the checkpoint's.
         folder: Folder of the run.
         where: `auto` for the newest undamaged checkpoint in the folder, if there is one; or the path of a checkpoint,
             or of a run for its newest checkpoint.
@@ -312,7 +312,7 @@ def _check_classes(saved: Sequence[str], class_names: Sequence[str], by_place: b
 
 
 def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -> list[str]:
-    """Return how the training samples differ from those of a checkpoint.
+    """Return how the training samples differ from a checkpoint's.
 
     Raises:
         ValueError: they differ and the checkpoint is within an epoch, whose order is drawn from their number.

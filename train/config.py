@@ -75,7 +75,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
 
 
 def list_optimizers() -> list[str]:
-    """Return the names of timm's optimizers without those of second order: AFT's operators are differentiated once."""
+    """Return the names of timm's optimizers, except of second order: AFT's operators are differentiated once."""
     names = map(str, timm.optim.list_optimizers())
     return [name for name in names if not timm.optim.get_optimizer_info(name).second_order]
 
@@ -105,7 +105,7 @@ def build_config(layers: Sequence[Layer], schema: type[Schema], optimizers: Iter
 
 
 def continues(folder: Path, where: str | None) -> bool:
-    """Return whether `run.resume` goes on with the run in a folder, instead of with that of another."""
+    """Return whether `run.resume` goes on with the run in a folder, instead of the run in another."""
     if where in (None, 'auto'):
         return where == 'auto'
     path = Path(str(where)).resolve()

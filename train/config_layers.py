@@ -31,7 +31,7 @@ YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
     """Read a file and its bases, the deepest first, and then the overrides, and import the modules that they name.
 
-    `type_layers` gives the values a type. The value of `run.imports` has those of the layers before it too.
+    `type_layers` gives the values a type. The value of `run.imports` includes the modules of the layers before it.
 
     Args:
         path: A file, or the name of one of the package, such as `finetune` or `imagenet/deit_300e`.
@@ -160,7 +160,7 @@ def _names(message: str, key: str) -> bool:
 
 
 def keys_of(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
-    """Yield the keys of a layer, as `section.key`, those of mappings too."""
+    """Yield the keys of a layer, as `section.key`, and inside mappings."""
     for key, value in layer.items():
         if isinstance(value, Mapping):
             yield from keys_of(value, f'{prefix}{key}.')

@@ -1,4 +1,4 @@
-"""The experiment of a conversion: that of an image classifier, and the section `convert`."""
+"""The experiment of a conversion: an image classifier's, and the section `convert`."""
 
 import dataclasses
 from dataclasses import dataclass, field

@@ -294,7 +294,7 @@ def find_weights(weights: str) -> Path:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a file of weights, by the order of its tensors if their names are those of another implementation.
+    """Load a file of weights, by the order of its tensors if another implementation named them.
 
     Raises:
         ValueError: the file cannot be read, or its tensors have other shapes, in their order too.

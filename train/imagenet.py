@@ -98,7 +98,7 @@ def train_classifier(
     if world.is_primary:
         print(loaders.description)
     state, description = build_state(config, images, loaders, world)
-    # Its weights are those of the model now.
+    # The model has its weights now.
     del images
     start = describe_start(config)
     if world.is_primary and start:
@@ -121,7 +121,7 @@ def evaluate_weights(
     """Evaluate on the validation images, each counted once, and print the weights and the result.
 
     Args:
-        checkpoint: The weights; None for those of the name of the model.
+        checkpoint: The weights; None for the weights of the name of the model.
     """
     model, loader, classes = build_evaluation(config, checkpoint, world)
     if world.is_primary:

@@ -32,7 +32,7 @@ class RunLog:
         self.averages = [f'ema_{name}' for name in state.objective.metrics]
         self.is_primary = state.world.is_primary
         self.writer: Any = None
-        # Every row has all columns: those of earlier rows and those of later ones.
+        # Every row has all columns, of earlier rows and of later ones.
         names = [
             *state.regularization.metrics(),
             *(k.removeprefix('train_') for row in state.progress.history for k in row),

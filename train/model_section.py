@@ -61,7 +61,7 @@ def check_model(model: Mapping[str, Any]) -> dict[str, Any]:
     """Check `{name: ..., **kwargs}` against the signature of the model without building it.
 
     An `aft_*` model has the keyword arguments of its class and of timm's VisionTransformer if that is the base; a plain
-    ViT or DeiT has those of the latter. Any other model is built on the meta device.
+    ViT or DeiT has only the latter. Any other model is built on the meta device.
 
     Raises:
         ValueError: the name is missing or not registered, or a keyword argument is unknown or of the wrong type or
@@ -302,7 +302,7 @@ def arguments_schema(
         arguments: The type of each argument.
         documented: Classes whose docstrings describe them, for `--keys`.
         meanings: Descriptions of those that have none there.
-        defaults: Their defaults in YAML; without them they are those of the name of the model.
+        defaults: Their defaults in YAML; None if they depend on the name of the model.
     """
     fields = [
         (name, supported(hint), dataclasses.field(default=None, metadata={'nullable': NONE in typing.get_args(hint)}))

@@ -17,12 +17,12 @@ class DataConfig(Source):
     """The images and their batches: the fields of Source, and these.
 
     Attributes:
-        img_size: (H, W) in pixels; null for those of `run.init_from`, otherwise of the model.
+        img_size: (H, W) in pixels; null as for the weights of `run.init_from`, otherwise of the model.
         batch_size: Images per optimizer step, over all processes and accumulation steps.
         eval_batch_size: Images per validation batch; None means as many as the model processes at once in training.
         max_tokens: Limit of the patches of an update, over all processes and accumulation steps: every image keeps its
             own shape, at the largest size with at most `max_tokens / batch_size` patches, in training and in
-            validation; the batches are those of timm's NaFlex. `img_size` is then the grid of position parameters and
+            validation; the batches are timm's NaFlex batches. `img_size` is then the grid of position parameters and
             the size that the exported model names. None for images of `img_size`.
         train_sizes: Sides in pixels of square training images, instead of `img_size`; each update has one of them. None
             for only `img_size`.
@@ -140,7 +140,7 @@ class OptimConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """A teacher to learn from in addition to the labels; weights and temperature are those of `timm.task`.
+    """A teacher to learn from in addition to the labels; weights and temperature as in `timm.task`.
 
     Attributes:
         teacher: A model of timm with its weights, or a checkpoint or exported folder of the trainer; None learns only
@@ -150,11 +150,11 @@ class DistillConfig:
         teacher_weights: A file of weights of a teacher of timm, or an installed package with one such file; tensors
             with other names are taken in their order if all shapes agree. None for those of its name.
         stored: A folder of the teacher's outputs, which train.store_teacher has written, in place of the teacher; None
-            runs the teacher in each update. Crops and flips are those of the folder.
+            runs the teacher in each update. Crops and flips come from the folder.
         kind: Target of the student: the teacher's class (`hard`), its probabilities (`soft`), its pooled features
             (`feature`) or both (`soft_feature`); with `token_hard` and `token_soft` the student's distillation head
-            learns it, and its other head learns the labels; with `blocks` each block of an AFT model learns that of a
-            ViT, without labels.
+            learns it, and its other head learns the labels; with `blocks` each block of an AFT model learns one of
+            a ViT, without labels.
         task_loss_weight: Factor of the loss of the labels; None for 1.
         distill_loss_weight: Factor of the loss of the teacher; None for `1 - task_loss_weight`, or 1 without that.
         temperature: Divides the logits of student and teacher in the soft kinds.

@@ -71,7 +71,7 @@ class CharData(BatchData):
 class RecallData(RecallTask):
     """The generated sequences and their batches: the fields of RecallTask, and these.
 
-    Training examples depend on `run.seed`; those of validation and test are the same in every run.
+    Training examples depend on `run.seed`; validation and test examples are the same in every run.
 
     Attributes:
         epoch_size: Examples of an epoch. Every epoch draws new examples; in a small setting they repeat, also across

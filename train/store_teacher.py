@@ -205,7 +205,7 @@ def _store(
 
 
 def _outputs(model: Teacher, images: torch.Tensor, facts: Facts) -> dict[str, np.ndarray]:
-    """Return the arrays of some crops; those of the crops themselves are left out."""
+    """Return the arrays of some crops, without the crops themselves."""
     if facts.features:
         logits, features = model.both(images)
     else:

@@ -77,7 +77,7 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
         batches: Number of timed batches in each case, after those that the loader has prefetched. A short epoch is
             loaded several times.
     """
-    # Each loading process may have prefetched two batches. timm's loaders contain that of torch.
+    # Each loading process may have prefetched two batches. timm's loaders contain torch's.
     ahead = min(1 + 2 * getattr(loaders.train, 'loader', loaders.train).num_workers, len(loaders.train))
     # Use the whole epoch; training sets its own position later.
     loaders.set_epoch(state.progress.epoch, size=-1)
@@ -101,7 +101,7 @@ def warm_up_ddp(state: TrainState) -> None:
 
     DistributedDataParallel changes the layout of its gradient buckets after the first pass. Three or more processes add
     the elements of a bucket in an order that depends on their positions. Without these passes, the first update of a
-    restarted process would round differently from that of one that was not restarted.
+    restarted process would round differently from one that was not restarted.
     """
     if not state.world.is_distributed:
         return

@@ -1,6 +1,6 @@
 """Values of an experiment in YAML.
 
-A key of text keeps its characters, also those of `007`, `no` and `1.10`. OmegaConf reads the values of all other keys.
+A key of text keeps its characters, also in `007`, `no` and `1.10`. OmegaConf reads the values of all other keys.
 """
 
 import re
@@ -108,12 +108,12 @@ def _read_plain(text: Plain, scalars: set[Any]) -> Any:
 
 
 def _types(hint: Any) -> set[Any]:
-    """Return the types of a value; for several values those of each, and `list`."""
+    """Return the types of a value; for several values the types of each, and `list`."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return set(map(type, parts))
     several = {list} if origin in (tuple, list, Sequence) else set()
     if several or origin in (typing.Union, types.UnionType):
         return several.union(*(_types(part) for part in parts if part is not ...))
-    # A mapping of hints is that of a section.
+    # A section has a mapping of hints.
     return set() if isinstance(hint, Mapping) else {hint}

@@ -502,7 +502,7 @@ def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: b
 
 
 def _open_hugging_face(reader: Any, source: Source) -> CheckedImageDataset:
-    """Return the data set of timm's reader, with the targets; classes that are words are those of the column."""
+    """Return the data set of timm's reader, with the targets; classes that are words come from the column."""
     dataset = CheckedImageDataset(source.dir, reader=reader)
     key, columns = reader.label_key, reader.dataset.column_names
     try:

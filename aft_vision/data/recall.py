@@ -79,7 +79,7 @@ def _draw(rng: np.random.Generator, count: int, log_weights: np.ndarray, drawn: 
     """Draw `count` times `drawn` different indices (count, drawn) in turn, with probabilities as these weights."""
     parts = []
     for start in range(0, count, CHUNK):
-        # The order of the sums with Gumbel noise is that of draws without replacement.
+        # The order of the sums with Gumbel noise is distributed as draws without replacement.
         noise = rng.gumbel(size=(min(CHUNK, count - start), len(log_weights)))
         parts.append(np.argsort(-(log_weights + noise), axis=1)[:, :drawn])
     return np.concatenate(parts)

@@ -82,7 +82,7 @@ class StreamLoader(DataLoader):
                 return
 
     def _compare(self, read: int) -> None:
-        """Compare the images of a whole pass with those of the split; at most the skipped ones may be missing."""
+        """Compare the images of a whole pass with the split; at most the skipped ones may be missing."""
         stream, missing = self.stream, len(self.stream) - read
         if not 0 <= missing <= stream.skipped:
             raise ValueError(

@@ -119,7 +119,7 @@ class TeacherOutputs:
     Attributes:
         facts: What it was computed from.
         names: Name of each image.
-        arrays: Those of `Facts.arrays`, in the file.
+        arrays: The arrays of `Facts.arrays`, in the file.
 
     Raises:
         ValueError: the folder does not exist or is damaged.
@@ -224,7 +224,7 @@ class TeacherOutputs:
         """Return a crop of an image in RGB, resized to (H, W) and flipped as the teacher saw it.
 
         Args:
-            code: Number of the crop among those of all images.
+            code: Number of the crop among the crops of all images.
         """
         row, crop = divmod(code, self.facts.crops)
         box, flip = self.arrays['boxes'][row, crop], self.arrays['flips'][row, crop]

@@ -113,8 +113,8 @@ def export_pt2(
         model: A classifier of timm or of this package.
         path: Ends in .pt2.
         shape: From `choose_shape`; None makes everything dynamic that can be.
-        aten: Use plain aten operations: loading the file needs no `import aft_vision`, and the numeric range is that of
-            `aft_vision.ops.aten`. Otherwise the file contains the custom operators.
+        aten: Use plain aten operations: loading the file needs no `import aft_vision`, and the numeric range is limited
+            as in `aft_vision.ops.aten`. Otherwise the file contains the custom operators.
         lowering: Of AFT-conv with aten=True to torch operations, 'conv' or 'matmul'.
         tolerance: Limit of the difference from PyTorch, see `Check`.
 

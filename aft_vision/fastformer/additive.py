@@ -161,7 +161,7 @@ class FastformerAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the vectors of the scores; the linear layers initialise themselves."""
-        # The fan-in of a head's score: its own channels, or those of all heads.
+        # The fan-in of a head's score: its own channels, or the channels of all heads.
         fans = (self.query_score[0].numel(), len(self.query_score) if self.dense_score else 1)
         for score in (self.query_score, self.key_score):
             draw_weights(score, self.std, *fans)

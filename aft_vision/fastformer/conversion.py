@@ -1,7 +1,7 @@
 """Prediction of the user's response to an ad from earlier behaviours (Fastformer Table 8).
 
 One text encoder for ads and behaviours, an embedding of the behaviours' types, a user encoder over both, and a network
-of two layers on [user; ad; user * ad]. The paper only says that the hierarchy is that of news recommendation; the types
+of two layers on [user; ad; user * ad]. The paper only says that the hierarchy is as in news recommendation; the types
 and the network are ours. Positions and LayerNorm are on, which the authors found better for this task.
 
 Shapes: U texts of N tokens, B users, M behaviours of a user, K ads of a user, C hidden size.
@@ -132,7 +132,7 @@ class FastformerForConversion(FastformerHierarchyModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def encode_users(self, vectors: Tensor, behaviors: Tensor, behavior_types: Tensor | None = None) -> Tensor:
-        """Encode users to (B, C), zero for users without behaviours; vectors (U, C) are those of the texts."""
+        """Encode users to (B, C), zero for users without behaviours; vectors (U, C) encode the texts."""
         if behavior_types is None:
             behavior_types = torch.zeros_like(behaviors)
         if behaviors.ndim != 2 or behavior_types.shape != behaviors.shape:

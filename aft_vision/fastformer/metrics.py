@@ -74,7 +74,7 @@ def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -
 def click_loss(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> float:
     """Compute the mean cross-entropy of each click among itself and the unclicked candidates of its impression.
 
-    The arguments are those of `ranking_metrics`. Clicks without other candidates are skipped.
+    Takes the arguments of `ranking_metrics`. Clicks without other candidates are skipped.
 
     Raises:
         ValueError: as `ranking_metrics`.

@@ -69,7 +69,7 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
 
         Args:
             source: A folder, or a name on the Hugging Face hub.
-            kwargs: Passed to `FastformerNewsConfig`; `vocab_size` is that of the language model, if it has one.
+            kwargs: Passed to `FastformerNewsConfig`; `vocab_size` comes from the language model, if it has one.
         """
         text_config = AutoConfig.from_pretrained(source)
         if 'vocab_size' not in kwargs and hasattr(text_config, 'vocab_size'):

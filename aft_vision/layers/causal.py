@@ -81,7 +81,7 @@ class CausalLocal(AFTLocal, CausalMixer):
 class CausalFull(AFTFull, CausalMixer):
     """Causal AFT-full (AFT Eq. 2): `AFTFull` with a state of all T tokens."""
 
-    # Decoding is that of AFT-local with a window of all T tokens.
+    # Decode as AFT-local with a window of all T tokens.
     init_state = CausalLocal.init_state
     mix_step = CausalLocal.mix_step
     prefill = CausalLocal.prefill

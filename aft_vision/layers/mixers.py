@@ -46,7 +46,7 @@ class AFTMixer(nn.Module):
         name: `mixer=NAME` of the models.
         on_grid: mixes a grid of any size, without class token and position embedding, and may have several heads.
         bias_names: its parameters that are position biases, as patterns: they have no weight decay.
-        lowerings: those of `freeze` among which an export chooses.
+        lowerings: what `freeze` may return, among which an export chooses.
         causal: masks the future: a mixer of sequences, not of images.
         given: arguments that models, or the class itself, give its constructors: a user does not choose them.
 
@@ -619,7 +619,7 @@ class AFTAxial(GridMixer):
         dim: channels C.
         num_heads: h, which divides dim; keys and biases have one channel per head. None means one head per channel.
         window_size: s of both axes, or (rows, columns), in tokens: distances below s have a bias, those beyond none.
-        standardize_kernel: False trains the raw biases; else those of each axis are standardised (AFT Eq. 8).
+        standardize_kernel: False trains the raw biases; else the biases of each axis are standardised (AFT Eq. 8).
         resample_bias: stretch the biases over all distances of a grid of another size.
         kwargs: of `GridMixer`.
     """
@@ -706,7 +706,7 @@ def shorten_bias(bias: Tensor, tokens: int) -> Tensor:
 
 
 def kernel_rows(kernel: Tensor, grid: tuple[int, int], targets: Tensor, outside: float) -> Tensor:
-    """Return the biases (h, Q, H * W) of targets (Q,) from those of each offset (h, 2a + 1, 2b + 1)."""
+    """Return the biases (h, Q, H * W) of targets (Q,) from the biases of each offset (h, 2a + 1, 2b + 1)."""
     # w[(y, x), (y + dy, x + dx)] = kernel[rows // 2 + dy, columns // 2 + dx].
     (rows, columns), width = kernel.shape[1:], grid[1]
     sources = torch.arange(grid[0] * grid[1], device=kernel.device)
@@ -746,13 +746,13 @@ def split_arguments(
     mixer_args: Mapping[str, Any] | None,
     mixers: Mapping[str, type[AFTMixer]] = MIXERS,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the arguments of a model into those of its mixer, without those that are None, and all others.
+    """Split the arguments of a model into the arguments of its mixer, without None, and all others.
 
     Args:
         name: of the mixer.
         flat: arguments of the model.
         mixer_args: further ones of the mixer, which replace those.
-        mixers: those of images, or of sequences.
+        mixers: the registered ones of images, or of sequences.
 
     Raises:
         TypeError: the mixer has no such argument, or mixer_args is not a mapping.
@@ -769,7 +769,7 @@ def split_arguments(
 
 
 def flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model with those of `mixer_args` among them."""
+    """Return the arguments of a model, with `mixer_args` merged into them."""
     flat = {name: value for name, value in arguments.items() if name != 'mixer_args'}
     return {**flat, **(arguments.get('mixer_args') or {})}
 
@@ -778,7 +778,7 @@ def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
     """Build a mixer by name.
 
     Args:
-        name: 'full', 'local', 'simple', 'conv', 'onehot', 'axial', or that of a registered class.
+        name: 'full', 'local', 'simple', 'conv', 'onehot', 'axial', or the name of a registered class.
         dim: channels C.
         kwargs: of the mixer.
 

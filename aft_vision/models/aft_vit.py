@@ -42,16 +42,15 @@ _logger = logging.getLogger(__name__)
 
 # The classes of Imagenette by their identifiers in WordNet: tench, English springer, cassette player, chain saw,
 # church, French horn, garbage truck, gas pump, golf ball, parachute.
-IMAGENETTE = (
-    *('n01440764', 'n02102040', 'n02979186', 'n03000684', 'n03028079'),
-    *('n03394916', 'n03417042', 'n03425413', 'n03445777', 'n03888257'),
+IMAGENETTE = tuple(
+    'n01440764 n02102040 n02979186 n03000684 n03028079 n03394916 n03417042 n03425413 n03445777 n03888257'.split()
 )
 
 
 class AFTVisionTransformer(VisionTransformer):
     """A vision transformer with AFT token mixers (AFT Sec. 5.3).
 
-    With mixer='conv', 'onehot' or 'axial', those of a grid, it takes any input size: no class token, no position
+    With a mixer of a grid ('conv', 'onehot' or 'axial') it takes any input size: no class token, no position
     embedding, average pooling after the final norm. The others keep DeiT's class token and position embedding and a
     fixed size; `dynamic_img_size=True` resamples position embedding and position biases at run time, `set_input_size`
     once.
@@ -134,7 +133,7 @@ class AFTVisionTransformer(VisionTransformer):
             pos_embed=('none' if on_grid else 'learn') if pos_embed is None else pos_embed,
             fc_norm=False if on_grid and fc_norm is None else fc_norm,
             dynamic_img_size=on_grid or dynamic_img_size,
-            # timm passes the arguments of attention to a block; add those of the mixer.
+            # timm passes the arguments of attention to a block; add the arguments of the mixer.
             block_fn=_BlockFactory(block_args, attention_blocks),  # type: ignore[arg-type]
             **{'embed_layer': AFTPatchEmbed, **kwargs},
         )
@@ -520,7 +519,7 @@ def _create_aft(variant: str, pretrained: bool = False, **kwargs: Any) -> AFTVis
         feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
         **kwargs,
     )
-    # Names that were not given are those of the classes that the weights know.
+    # By default the names are the classes that the weights know.
     cfg: Any = model.pretrained_cfg
     untrained = not pretrained or getattr(model, 'num_classes', None) != len(IMAGENETTE)
     if untrained and cfg.get('label_names') == IMAGENETTE:
@@ -552,7 +551,7 @@ def _imagenette(name: str, fixed_input_size: bool) -> dict[str, Any]:
         'num_classes': len(IMAGENETTE),
         'label_names': IMAGENETTE,
         'crop_pct': 1.0,
-        # That of the images is for non-commercial research.
+        # The licence of the images is for non-commercial research.
         'license': 'other',
     }
 

@@ -1,4 +1,4 @@
-"""Alignment of the blocks of an AFT model with those of a pretrained ViT, whose inputs and outputs they learn.
+"""Alignment of the blocks of an AFT model with the blocks of a pretrained ViT, whose inputs and outputs they learn.
 
 Each block gets what the ViT's block gets, so that all blocks learn side by side, from images without labels.
 """
@@ -15,7 +15,7 @@ BLOCK = re.compile(r'blocks\.(\d+)\.')
 
 
 def pair_models(model: nn.Module, vit: nn.Module) -> list[range]:
-    """Pair the blocks of a model with those of a ViT, by `pair_blocks`.
+    """Pair the blocks of a model with the blocks of a ViT, by `pair_blocks`.
 
     Raises:
         ValueError: one of them is not a vision transformer, or the ViT has fewer blocks or other patches.

@@ -34,7 +34,7 @@ class Weights(NamedTuple):
     Attributes:
         source: The checkpoint, for errors.
         num_classes: Of their model.
-        pretrained_cfg: That of their model, with their preprocessing, class names and licence.
+        pretrained_cfg: The one of their model, with their preprocessing, class names and licence.
         of_aft: Whether their model is an AFT model.
         grid: Their token grid (H, W), if known.
     """
@@ -165,7 +165,7 @@ def initialize_model(
 ) -> None:
     """Initialise a model from a checkpoint, and resample parameters that depend on the image size.
 
-    The licence of the checkpoint's weights becomes that of the model.
+    The licence of the checkpoint's weights becomes the model's.
 
     Args:
         checkpoint: Weights, or a checkpoint as in `load_model`, for a model of the same architecture. An AFT model also
@@ -196,7 +196,7 @@ def initialize_model(
         if is_aft and transfer and not weights.of_aft:
             state_dict, report = deit_to_aft(state_dict, model, grid=grid)
             _logger.warning(describe_transfer(report, model))
-        # The filter of an AFT model treats other keys as those of a ViT.
+        # The filter of an AFT model treats other keys as a ViT's.
         elif isinstance(model, AFTVisionTransformer) and state_dict.keys() == own.keys():
             state_dict = checkpoint_filter_fn(state_dict, model, grid)
         elif filter_function is not None and not is_aft:

@@ -45,9 +45,9 @@ REASONS = {
 
 
 def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
-    """Return whether a state dict is that of a ViT: it lacks the position biases of the model.
+    """Return whether a state dict belongs to a ViT: it lacks the position biases of the model.
 
-    AFT-simple has no position biases. Its keys and shapes are those of a ViT, so only a distilled DeiT is recognised.
+    AFT-simple has no position biases. Its keys and shapes are a ViT's, so only a distilled DeiT is recognised.
     """
     own, given = (any(part in key for key in keys for part in AFT_ONLY) for keys in (model.state_dict(), state_dict))
     return (own and not given) or 'dist_token' in state_dict
@@ -56,7 +56,7 @@ def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
 def deit_to_aft(
     state_dict: Mapping[str, Any], model: nn.Module, copy_qk: bool = False, grid: tuple[int, int] | None = None
 ) -> tuple[dict[str, Tensor], TransferReport]:
-    """Map the weights of a DeiT or ViT to those of an AFT model (AFT Table 8); neither is modified.
+    """Map the weights of a DeiT or ViT to an AFT model (AFT Table 8); neither is modified.
 
     Patch embedding, values, output projections, norms, MLPs, layer scale and head are copied, and class token and
     position embedding if the model has them. Queries and keys are left out. Tensors that the source lacks keep the

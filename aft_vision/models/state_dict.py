@@ -101,12 +101,12 @@ def resample_rows(
     """Resample rows (T, n), one per token of a checkpoint, to the model's grid.
 
     Args:
-        x: The rows of `prefix` tokens, which are kept, then those of the grid.
+        x: The rows of `prefix` tokens, which are kept, then the rows of the grid.
         model: As in `find_grid`.
         patches: As in `find_grid`.
         prefix: Tokens before the grid.
         grid: (H, W) of the checkpoint if it is known; else the model's own if it fits and nothing is said of the
-            weights, else that of `find_grid`.
+            weights, else what `find_grid` returns.
 
     Raises:
         ValueError: the grid of the checkpoint is unknown.
@@ -125,7 +125,7 @@ def resample_grid(x: Tensor, model: Any, grid: tuple[int, int], prefix: int = 0)
     own = list(model.patch_embed.grid_size)
     if own == list(grid):
         return x
-    # timm rounds the result to the type of x, which may be that of a file in half precision.
+    # timm rounds the result to the type of x, which a file may have in half precision.
     return resample_abs_pos_embed(x.to(accumulate_dtype(x)).unsqueeze(0), own, list(grid), prefix).squeeze(0)
 
 

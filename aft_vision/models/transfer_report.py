@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 def summarize_transfer(report: TransferReport, model: nn.Module) -> list[Row]:
-    """Count the tensors that a transfer copied or left out, and those of the model that it did not set.
+    """Count the tensors that a transfer copied or left out, and the tensors of the model that it did not set.
 
     Args:
         report: From `deit_to_aft`.

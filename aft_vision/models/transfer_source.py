@@ -84,7 +84,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def build_model(name: str, **kwargs: Any) -> nn.Module:
     """Build a timm model, with its weights if pretrained=True.
 
-    The licence in its `pretrained_cfg` is that of its weights: random ones, and those of a file of the caller without
+    The licence in its `pretrained_cfg` covers its weights: random ones, and a file of the caller without
     a licence, have none.
 
     Args:

@@ -1,4 +1,4 @@
-"""Files of weights: those inside the package, and those of torch.save, whose checksums are checked."""
+"""Files of weights: packaged ones, and files of torch.save, whose checksums are checked."""
 
 import pickle
 import zipfile

@@ -78,7 +78,7 @@ def predict_labelled(
         skipped: Receives images that cannot be decoded; None makes them errors.
         folder: As in `label_photographs`.
         decoding: Options of reading the files; None for the default ones.
-        truths: Class of each photograph or None; by default those of `label_photographs`.
+        truths: Class of each photograph or None; by default as `label_photographs` returns them.
     """
     if truths is None:
         truths = dict(zip(paths, label_photographs(model, paths, folder), strict=True))
@@ -138,7 +138,7 @@ def class_rows(groups: Mapping[int, Sequence[LabelledPrediction]], names: Sequen
 def draw_classes(
     groups: Mapping[int, Sequence[LabelledPrediction]], names: Sequence[str], label: str, total: float
 ) -> Any:
-    """Draw the accuracy of classes as points with intervals of 95 %, and that of all as a line.
+    """Draw the accuracy of classes as points with intervals of 95 %, and the overall accuracy as a line.
 
     Args:
         groups: From `by_class`, the first at the top.

@@ -62,7 +62,7 @@ class Report:
     """The parts of a report.
 
     Args:
-        model: A classifier in evaluation mode. Only that of an AFT model with one grid of tokens has pictures of
+        model: A classifier in evaluation mode. Only an AFT model with one grid of tokens has pictures of
             position biases, keys and attention.
         photographs: Images to show with their keys, attention and predictions.
         averaged: Images for the average relative attention; if empty, it is left out.

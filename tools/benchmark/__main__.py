@@ -7,7 +7,7 @@ text        Text encoders at lengths T (Fastformer Fig. 2); with --behaviors M t
 loader      Loaders of training images: images/s and CPU time, next to timm's and FFCV's own.
 goals       The promises of this project, with a floor and a goal each; --goals is the same. Exits with 1 if a measured
             measurement is below its floor or fails; open is what lacks its device, instructions or package.
-table       AFT Table 2, 4, 7 or 8: the paper's speed and memory next to those of this machine.
+table       AFT Table 2, 4, 7 or 8: the paper's speed and memory next to this machine's.
 
 Times are medians, ratios are taken within a round, where the alternatives run one after the other in one process, and
 come with their quartiles: above 1 is faster than the baseline. That of attention is F.scaled_dot_product_attention;

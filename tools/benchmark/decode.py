@@ -39,7 +39,7 @@ def measure_decode(device: torch.device, rounds: int, **model_args: Any) -> list
     Returns:
         A row for each batch size and model: `image_seconds` of the batch is the trapezoid sum of the times of a token,
         `ratio` the Transformer's over it, `flatness` the time of a token at the last position over that at the second,
-        both within a round, and `state_bytes` those of one image. Times are medians over the rounds.
+        both within a round, and `state_bytes` the bytes of one image. Times are medians over the rounds.
     """
     models = {name: create_decoder(name, **model_args).to(device).eval() for name in MODELS}
     rows: list[dict[str, Any]] = []

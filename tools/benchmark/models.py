@@ -24,7 +24,7 @@ from tools.benchmark.printer import Report
 VIT_FILES = ('aft_vit', 'deit', 'vision_transformer')
 # Relative to the largest logit: whether a runtime computes the same model, not how exact it is.
 EXPORT_TOLERANCE = 1e-3
-# A baseline whose linear layers are those of torch.
+# A baseline with torch's linear layers.
 TIMM_DEFAULTS = 'as timm has it'
 # (B, 3, H, W)
 Images = tuple[int, int, int, int]
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
                     candidates.insert(1, classifier(names[0], shape, device, fuses=False))
                 measured = compare(candidates, device, args.rounds, **options)
             else:
-                # Its memory is that of its first call, which torch does not see.
+                # Its first call takes its memory, which torch does not see.
                 candidates = [runtime_candidate(name, shape, runtime) for name in names]
                 options = dict(directions=['forward'], count=args.batch_size, memory=False)
                 measured = [{**row, 'form': runtime} for row in compare(candidates, device, args.rounds, **options)]

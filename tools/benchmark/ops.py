@@ -31,7 +31,7 @@ class Operation(NamedTuple):
         name: Name of a function of `ops`.
         shape: (B, T, D) of q and v, and of k, which has as many channels for AFT-conv as its kernel has heads.
         heads: Number in the attention.
-        bias: Shape of the position bias; of AFT-axial only its heads, as its lengths are those of the grid.
+        bias: Shape of the position bias; of AFT-axial only its heads, as the grid has its lengths.
         bias_dim: Length of the factors that the bias is made from within the call; None takes the bias as it is.
     """
 

@@ -44,9 +44,9 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
 
 
 def measure_lengths(args: argparse.Namespace, names: Sequence[str], device: torch.device) -> Report:
-    """Measure the classifier of MIND with encoders at lengths, those of one length interleaved.
+    """Measure the classifier of MIND with encoders at lengths, interleaved at each length.
 
-    The rows are those of `measure_until`, with the time and memory of one text of the batch.
+    Returns the rows of `measure_until`, with the time and memory of one text of the batch.
     """
 
     def prepare(name: str, batch: int, tokens: int, training: bool) -> Prepared:
@@ -91,7 +91,7 @@ def measure_requests(args: argparse.Namespace, names: Sequence[str], device: tor
 
 
 def make_request(name: str, behaviors: int, what: str, device: torch.device, training: bool) -> Prepared:
-    """Return a kind of request of an encoder, in which the texts of behaviours come before those of the ads."""
+    """Return a kind of request of an encoder, in which the texts of behaviours come before the texts of the ads."""
     generator = torch.Generator().manual_seed(0)
     texts = behaviors + ADS
     # Id 0 is padding.

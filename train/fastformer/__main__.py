@@ -53,10 +53,9 @@ FREE_DATA_KEYS = ('eval_batch_size', 'eval_split', 'num_workers')
 RUN_KEYS = ('init_from', 'amp', 'attention')
 # Keys that determine the training examples of any task.
 SPLIT_KEYS = (
-    *('kind', 'hub_config', 'revision', 'drop_incomplete', 'drop_missing', 'max_texts', 'valid_path', 'test_path'),
-    *('text_columns', 'label_column', 'summary_column', 'skip_lines', 'bodies'),
-    *('split_column', 'division', 'test_share', 'valid_share', 'split_seed'),
-)
+    'kind hub_config revision drop_incomplete drop_missing max_texts valid_path test_path text_columns label_column '
+    'summary_column skip_lines bodies split_column division test_share valid_share split_seed'
+).split()
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ class TextRun(ABC):
     Attributes:
         folder: Receives a folder `seed_N` for each seed.
         quiet: No progress bars.
-        splits: The examples `train`, `validation` and `test`; their columns are those of the task.
+        splits: The examples `train`, `validation` and `test`; the task decides their columns.
         schema: The dataclass of the task's experiments.
         metrics: Names of the metrics, in [0, 1] or a loss in nats, without Trainer's prefix `eval_`.
         model_class: The class of a new model.
@@ -98,7 +98,7 @@ class TextRun(ABC):
 
     @abstractmethod
     def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return the fields of the model's configuration that the data decide, besides those of every task."""
+        """Return the fields of the model's configuration that the data decide, besides what every task has."""
 
     def new_model(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         """Create a model with initial weights."""
@@ -158,7 +158,7 @@ class TextRun(ABC):
                 trainer.train(resume_from_checkpoint=last_checkpoint(folder) if run.resume else None)
             else:
                 trainer.state = finished[0]
-                # That of the process which wrote it.
+                # Saved by the process which wrote it.
                 trainer.state.is_world_process_zero = trainer.is_world_process_zero()
                 trainer.state.is_local_process_zero = trainer.is_local_process_zero()
             trainer.save_model(str(folder / 'best'))
@@ -297,7 +297,7 @@ class TextRun(ABC):
         return {key: value for key, value in stated.items() if key not in self.config.more_keys}
 
     def arguments(self, folder: Path, seed: int, **more: Any) -> TrainingArguments:
-        """Convert the experiment to arguments of transformers' Trainer; `more` are those of `training_arguments`."""
+        """Convert the experiment to arguments of transformers' Trainer; `more` as `training_arguments` takes them."""
         return training_arguments(self.config, folder, seed, self.best_metric, self.quiet, **more)
 
     def make_trainer(

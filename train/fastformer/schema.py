@@ -98,7 +98,7 @@ class TextOptimizer:
     Attributes:
         name: An optimizer of transformers; `adamw_torch` without weight decay is Adam.
         lr: Peak learning rate.
-        weight_decay: Weight decay of all parameters except biases and those of normalisation.
+        weight_decay: Weight decay of all parameters except biases and normalisation.
         beta1, beta2, eps: Parameters of Adam and similar optimizers.
         accumulate: Accumulation steps of an update: micro-batches that each process splits its shard of a batch into.
         clip_grad: Largest gradient norm; None for no clipping.
@@ -220,7 +220,7 @@ class TextConfig(Experiment):
     @classmethod
     @cache
     def model_schema(cls) -> type:
-        """Return the keys of the `model` section as a dataclass: ours, without those of every model of transformers."""
+        """Return the keys of the `model` section as a dataclass: ours, without those of transformers."""
         ours = [each for each in reversed(cls.model_config.__mro__) if issubclass(each, FastformerConfig)]
         hints = {name: hint for each in ours for name, hint in each.__annotations__.items()}
         texts = {'preset': 'A column of the Table 9 presets, which the other keys change.', **cls.more_keys}

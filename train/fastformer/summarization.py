@@ -127,7 +127,7 @@ class SummarizationRun(TextRun):
 
     def test(self, trainer: Any, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
         trainer.args.predict_with_generate = True
-        # It is that of the validation texts.
+        # It is the loss of the validation texts.
         trainer.compute_metrics = None
         output = trainer.predict(self.tokenized(split, tokenizer), metric_key_prefix='test')
         summaries, references = self.generated(output.predictions, split, tokenizer)

@@ -65,7 +65,7 @@ def with_epochs(trainer: Trainer, sampler: Sampler) -> Sampler:
     Trainer calls the method too, but not in an epoch that several processes resume half-way: there accelerate wraps the
     sampler.
     """
-    # That of an earlier training.
+    # The file of an earlier training.
     trainer.remove_callback(SetEpoch)
     trainer.add_callback(SetEpoch(sampler))
     return sampler

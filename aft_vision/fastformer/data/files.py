@@ -97,7 +97,7 @@ def read_delimited(
         columns: Their names; None where the first line holds them.
         quoted: Quotes may surround a field with delimiters and line ends; False: a quote is a character.
         encoding: Encoding of the characters, by its name in Python.
-        needed: Columns that must be among those of the first line.
+        needed: Columns that the first line must have.
         typed: The names in the first line end with types, such as RecBole's `user_id:token`, which are removed.
 
     Raises:

@@ -20,9 +20,9 @@ MIN_LIKED_STARS = 4
 # The behaviours of a row of Alimama: this many columns each for type, category, brand, and two masks.
 SLOTS = 50
 PROFILE_COLUMNS = (
-    *('user', 'cms_segid', 'cms_group_id', 'final_gender_code', 'age_level', 'pvalue_level', 'shopping_level'),
-    *('occupation', 'new_user_class_level'),
-)
+    'user cms_segid cms_group_id final_gender_code age_level pvalue_level shopping_level occupation '
+    'new_user_class_level'
+).split()
 AD_COLUMNS = ('adgroup', 'category', 'campaign', 'customer', 'brand', 'price', 'pid', 'clk')
 ALIMAMA_COLUMNS = (
     *(f'{name}_{slot}' for name in ('type', 'category', 'brand', 'mask', 'match_mask') for slot in range(SLOTS)),
@@ -58,7 +58,7 @@ def read_mind_clicks(
     """Read MIND's impressions as requests: each candidate asks whether it is clicked, given the clicks before.
 
     The texts are titles, and the behaviours are only clicks, so there is one type, `click`. Rows are in the order of
-    time, so that the last of them make a test split, and those of an impression have its number.
+    time, so that the last of them make a test split, and the samples of an impression have its number.
 
     Args:
         folder: With `news.tsv` and `behaviors.tsv` with labels.

@@ -66,7 +66,7 @@ def read_mind_news(news: str | Path | Sequence[str | Path], text: Sequence[str] 
 def read_mind_behaviors(
     path: str | Path, rows: Mapping[str, int], max_behaviors: int = 50, drop_missing: bool = False
 ) -> Behaviors:
-    """Read the impressions of MIND; those of its test split have no labels.
+    """Read the impressions of MIND; its test split has no labels.
 
     Args:
         path: A `behaviors.tsv` as published (5 columns, no header), or a folder with one.

@@ -16,9 +16,9 @@ from aft_vision.fastformer.data.impressions import Behaviors, Ragged
 from aft_vision.fastformer.data.mind import News
 
 GENRES = (
-    *('unknown', 'Action', 'Adventure', 'Animation', "Children's", 'Comedy', 'Crime', 'Documentary', 'Drama'),
-    *('Fantasy', 'Film-Noir', 'Horror', 'Musical', 'Mystery', 'Romance', 'Sci-Fi', 'Thriller', 'War', 'Western'),
-)
+    "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical "
+    'Mystery Romance Sci-Fi Thriller War Western'
+).split()
 RATING_COLUMNS = ('user_id', 'item_id', 'rating', 'timestamp')
 ITEM_COLUMNS = ('item_id', 'title', 'release_date', 'video_release_date', 'url', *GENRES)
 # Columns of RecBole's films that make their texts.
@@ -61,7 +61,7 @@ def read_movielens(
     """
     news = read_films(folder)
     ratings = load_ratings(folder, news)
-    # The order of the users is that of the file; a stable sort keeps that of films of one second.
+    # Users stay in the order of the file, as do the films of one second by a stable sort.
     watched: dict[str, list[int]] = {rating.user: [] for rating in ratings}
     for user, film, _, _ in sorted(ratings, key=itemgetter(3)):
         watched[user].append(film)

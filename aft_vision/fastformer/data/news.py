@@ -9,9 +9,7 @@ from datasets import Dataset
 from aft_vision.fastformer.data.files import Record, each_once, read_delimited
 from aft_vision.fastformer.data.table import collect, mark_nan
 
-NEWS_COLUMNS = (
-    *('news_id', 'category', 'subcategory', 'title', 'abstract', 'url', 'title_entities', 'abstract_entities'),
-)
+NEWS_COLUMNS = 'news_id category subcategory title abstract url title_entities abstract_entities'.split()
 DOCS_COLUMNS = ('news_id', 'category', 'subcategory', 'title', 'abstract', 'body')
 AG_NEWS_CLASSES = ('World', 'Sports', 'Business', 'Sci/Tech')
 TEXT_COLUMNS = ('title', 'abstract', 'body')

@@ -94,7 +94,7 @@ def _format_of(path: Path) -> str:
 
 
 def mark_nan(records: Iterable[Record], label: str, names: Collection[str] = ()) -> Iterator[Record]:
-    """Put the number NaN for labels of a CSV or TSV that read so, except those of `names`."""
+    """Put the number NaN for labels of a CSV or TSV that read so, except the ones in `names`."""
     for location, values in records:
         name = values[label].strip()
         yield Record(location, {**values, label: math.nan} if name.lower() == 'nan' and name not in names else values)
