@@ -180,7 +180,7 @@ def check_classes(model: Any, class_names: Sequence[str], data: str, by_place: b
 def find_classes(
     model: Any, class_names: Sequence[str], data: str, by_place: bool = False, some: bool = True
 ) -> list[int] | None:
-    """Return the places of a data set's classes among those of a model, or of its Weights; None for the same order.
+    """Return the indices of a data set's classes among a model's, or its Weights'; None for the same order.
 
     Args:
         data: Name of the data set in errors.
@@ -220,7 +220,7 @@ def known_classes(model: Any) -> list[str] | None:
     if not names and cfg.get('num_classes') == model.num_classes:
         subset = infer_imagenet_subset({'num_classes': model.num_classes})
         names = ImageNetInfo(subset).label_names() if subset else None
-    # Names of another number are those of a classifier that was replaced.
+    # Names of another number belong to a classifier that was replaced.
     return list(names) if names and len(names) == model.num_classes else None
 
 

@@ -243,7 +243,7 @@ def load_teacher(
 
 
 def keep_classes(model: Any, rows: Sequence[int]) -> None:
-    """Keep the rows of a classifier, or of both of a distilled model, at these places, in their order."""
+    """Keep the rows of a classifier, or of both of a distilled model, in the order of these rows."""
     names = model.pretrained_cfg['classifier']
     for name in [names] if isinstance(names, str) else names:
         for parameter in model.get_submodule(name).parameters():

@@ -31,10 +31,10 @@ class DataConfig(Source):
         eval_img_size: (H, W) in pixels of the validation images, if different.
         crop_pct: Side of the validation crop relative to the resized image; null as for `img_size`.
         num_workers: Decoding processes per loader.
-        class_weights: `balanced` draws the images of each class equally often in training, those of small classes
+        class_weights: `balanced` draws the images of each class equally often in training, of small classes
             several times in an epoch, as torch's WeightedRandomSampler with the inverse of their number; None draws
             every image once.
-        match_classes: How the classes of weights are compared with those of the data set: by `name`, where both have
+        match_classes: How the classes of weights are compared with the data set's: by `name`, where both have
             names, or only by `place`. Names in another order, or a part of them in evaluation, are put in order; with
             other names evaluation is an error, and training starts with a new classifier.
     """
@@ -148,7 +148,7 @@ class DistillConfig:
         teacher_args: Keyword arguments of a teacher of timm, such as `{pretrained_cfg_overlay: {file: FILE}}` for your
             own weights.
         teacher_weights: A file of weights of a teacher of timm, or an installed package with one such file; tensors
-            with other names are taken in their order if all shapes agree. None for those of its name.
+            with other names are taken in their order if all shapes agree. None for the weights of its name.
         stored: A folder of the teacher's outputs, which train.store_teacher has written, in place of the teacher; None
             runs the teacher in each update. Crops and flips come from the folder.
         kind: Target of the student: the teacher's class (`hard`), its probabilities (`soft`), its pooled features
@@ -282,7 +282,7 @@ class RunConfig:
             run.
         keep: Number of latest checkpoints to keep.
         save_minutes: Time between checkpoints within an epoch; None saves only after each epoch.
-        imports: Modules or Python files to import first, such as one with a mixer of yours: those of the file, its base
+        imports: Modules or Python files to import first, such as one with a mixer of yours: of the file, its base
             and the command line, where `--import` adds to them.
         skip_nonfinite: Number of updates to skip whose loss or gradient is not finite; one more ends the run.
         init_from: A checkpoint or exported folder with initial weights; None for the model's own.

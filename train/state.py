@@ -186,7 +186,7 @@ class TrainState:
             source: Name of the checkpoint in errors.
 
         Raises:
-            ValueError: the weights are those of another model or kind of distillation, or the other run had another
+            ValueError: the weights belong to another model or kind of distillation, or the other run had another
                 number of updates per epoch or other parameter groups.
         """
         same = {'updates_per_epoch': self.progress.updates_per_epoch, 'batch_size': self.loop.batch_size}

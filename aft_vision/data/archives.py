@@ -126,7 +126,7 @@ def sort_validation(folder: Path, labels: Labels) -> int:
 
 @contextmanager
 def _opened(archive: Path, content: IO[bytes] | None = None) -> Iterator[tarfile.TarFile]:
-    """Open a tar file; `content` is that of one inside another."""
+    """Open a tar file; `content` is the content of one inside another."""
     try:
         with tarfile.open(archive, 'r:', content, tarinfo=StrictTarInfo) as file:
             yield file

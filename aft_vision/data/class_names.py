@@ -1,4 +1,4 @@
-"""Names of classes: those of a model, and their comparison with those of a data set."""
+"""Names of the classes of a model, and their comparison with the classes of a data set."""
 
 import re
 import unicodedata
@@ -33,7 +33,7 @@ def match_classes(trained: Sequence[str], wanted: Sequence[str]) -> list[int | N
             others or sorted({other for key in _synsets_of(name) for other in of_synsets.get(key, ())})
             for name, others in zip(wanted, matches, strict=True)
         ]
-    # Some words are those of two classes, such as crane, which their index tells apart.
+    # Two classes may have the same words, such as crane; their index tells them apart.
     if len(trained) == len(wanted):
         matches = [[index] if index in others else others for index, others in enumerate(matches)]
     claims = Counter(others[0] for others in matches if len(others) == 1)
@@ -73,7 +73,7 @@ def class_names(model: Any) -> list[str]:
 def in_words(labels: Sequence[str]) -> list[str]:
     """Return labels of classes as they are or, if all are identifiers of ImageNet such as n01440764, their words.
 
-    Of several words for a class the first is taken. One that is that of two classes, or of a class outside ImageNet-1k,
+    Of several words for a class the first is taken. A word of two classes, or of a class outside ImageNet-1k,
     which `match_classes` does not know by its words, is followed by the identifier.
     """
     if not all(re.fullmatch(r'n\d{8}', label) for label in labels):
@@ -92,7 +92,7 @@ def in_words(labels: Sequence[str]) -> list[str]:
 
 
 def _is_own(trained: Sequence[str], wanted: Sequence[str], other: int, index: int) -> bool:
-    # Of several wanted classes that a trained one may be, take that of its name, else that of its index.
+    # Of several wanted classes that a trained one may be, take the one with its name, else the one with its index.
     names = [normal_name(name) for name in wanted]
     named = normal_name(trained[other])
     return names.index(named) == index if named in names else len(trained) == len(wanted) and other == index

@@ -124,7 +124,7 @@ def _describe_file(file: str | Path | bytes | IO[bytes]) -> str:
         return str(file)
     if isinstance(file, bytes | bytearray | memoryview):
         return f'{len(file)} bytes'
-    # That of an open file is its path; a temporary file may have a number.
+    # The name of an open file is its path; a temporary file may have a number.
     named = getattr(file, 'name', None)
     return named if isinstance(named, str) else 'a stream'
 

@@ -52,7 +52,7 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
     """Return the folder or file of the first of `wanted` that is in the data set directory `root`.
 
     Args:
-        suffixes: Those of the files of a split, '' for a folder, the preferred one first.
+        suffixes: Suffixes of the files of a split, '' for a folder, the preferred one first.
 
     Raises:
         ValueError: `root` is missing, not a directory or empty, or has none of the splits.
@@ -169,8 +169,8 @@ def missing_split(
     Args:
         expected: The split that is missing.
         image_folders: Folders that may be classes.
-        entries: Names of the files in `root`; those of the folders with classes by default.
-        classes: Names of the folders in `root` with images or folders; the outermost of `places` by default.
+        entries: Names of the files in `root`; by default of the folders with classes.
+        classes: Names of the folders in `root` with images or folders; the outermost of `image_folders` by default.
     """
     names = sorted({path.parent.name for path in image_folders if path.parent.name})
     flat = [name for name in wanted if any(each.lower() == name for each in entries or ())]

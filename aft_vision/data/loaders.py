@@ -139,8 +139,8 @@ def create_loaders(
         shard: Shard of this process in every update and in the validation images; everything by default.
         num_workers: Decoding processes per loader; 0 decodes in this process.
         device: Device of the normalised batches.
-        balanced: Draw the images of each class equally often in training, those of small classes several times.
-        outputs: Those of a teacher for crops of the training images, whose numbers are then the training targets.
+        balanced: Draw the images of each class equally often in training, small classes several times.
+        outputs: Outputs of a teacher for crops of the training images, whose numbers are then the training targets.
 
     Returns:
         Loaders of (image (B, 3, H, W), class index (B,)), B in training being batch_size / (accumulate * world_size).
@@ -181,7 +181,7 @@ def create_eval_loader(
     """Build only the validation loader, with the arguments and errors of `create_loaders`.
 
     Args:
-        preprocessing: Preprocessing of the images; (H, W) means that of ImageNet models at this size.
+        preprocessing: Preprocessing of the images; (H, W) means ImageNet's at this size.
         training: Read the training images in the same way, without augmentation, to compute their features.
 
     Returns:

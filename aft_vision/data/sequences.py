@@ -85,7 +85,7 @@ class RecallDataset(Dataset):
     Args:
         split: `train`, indexed by Draw, of which every epoch has examples of its own; `valid` or `test`, indexed by
             number.
-        size: Examples, for training those of an epoch.
+        size: Examples, in training of an epoch.
     """
 
     def __init__(self, task: RecallTask, split: str, size: int, seed: int = 0) -> None:

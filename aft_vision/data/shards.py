@@ -390,7 +390,7 @@ def open_shards(
         input_key, target_key, is_training, seed: As in WebDataset.
 
     Raises:
-        ValueError: there is no such split, or the number of images is not the sum of those of the files.
+        ValueError: there is no such split, or the number of images is not the sum over the files.
         ImportError: webdataset is not installed.
     """
     splits, (name, stated) = _read_splits(root), split_name_and_count(split)

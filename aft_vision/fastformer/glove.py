@@ -112,7 +112,7 @@ def _find_embedding(model: PreTrainedModel | nn.Embedding) -> nn.Embedding:
 
 
 def _split_lines(path: Path, dim: int) -> Iterator[tuple[str, bytes, bytes]]:
-    """Stream place, token and numbers of the lines; a token may hold spaces, so lines are split from the right."""
+    """Stream location, token and numbers of the lines; a token may hold spaces, so lines are split from the right."""
     member = _choose_member(path, dim) if path.suffix == '.zip' else None
     for number, line in read_lines(path, member):
         line = line.rstrip(b' \r\n')

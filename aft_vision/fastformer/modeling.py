@@ -125,7 +125,7 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
 
         Args:
             pretrained_model_name_or_path: A folder, or a name on the Hugging Face hub.
-            model_args, config, key_mapping, output_loading_info, kwargs: Those of transformers; kwargs may be fields of
+            model_args, config, key_mapping, output_loading_info, kwargs: As in transformers; kwargs may be fields of
                 the config, such as decoder_layers. The model is saved under its own names, whatever key_mapping.
 
         Raises:

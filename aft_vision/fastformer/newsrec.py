@@ -94,7 +94,7 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
             attention_mask: (U, N), 1 or True where a token counts; None: all do.
             history: (B, M) int64, rows of input_ids, what each user clicked, the oldest first; -1 at the end for none.
             candidates: (B, n) int64, rows of input_ids; -1 for none.
-            labels: (B,), the place of the clicked one among the candidates: cross-entropy over them.
+            labels: (B,), the index of the clicked one among the candidates: cross-entropy over them.
 
         Raises:
             ValueError: history or candidates are missing, or of different numbers of users, or labels of an empty

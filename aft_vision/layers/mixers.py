@@ -139,7 +139,7 @@ class AFTMixer(nn.Module):
 
     @classmethod
     def depends_on_positions(cls) -> bool:
-        """Return whether a token's place matters, and with it the grid; otherwise tokens may be left out."""
+        """Return whether a token's position matters, and with it the grid; otherwise tokens may be left out."""
         return cls.on_grid or bool(cls.bias_names)
 
     @torch.jit.ignore
@@ -543,7 +543,7 @@ class AFTConv(GridMixer):
                     kernel = ops.gumbel_kernel(kernel, self.tau, self.straight_through)
                 else:
                     kernel = ops.hard_kernel(kernel)
-            # No kernel takes those of a window alone.
+            # No kernel takes the biases of a window alone.
             weights = self.kernel.weights(kernel, v) if self.global_context else None
             y = ops.aft_conv(q, k, v, kernel, grid, mask, self.global_context, self._backend(), weights=weights)
         return self.project_output(y, v, grid, mask)

@@ -63,7 +63,7 @@ class AFTVisionTransformer(VisionTransformer):
             have one bias for all channels, and take no other number than 1.
         mixer: 'conv', 'full', 'local', 'simple', 'axial' (ours), 'onehot', which `aft_vision.models.harden` makes of
             a Gumbel-trained 'conv', or a name of `aft_vision.layers.register_mixer`.
-        mixer_args: arguments of the mixer's class by name. Each is also an argument of the model; those of the paper's
+        mixer_args: arguments of the mixer's class by name. Each is also an argument of the model; the paper's
             mixers, and of ours, are below.
         class_token: None is False with mixers of a grid, where it is not possible, else True.
         pos_embed: as timm; None is 'none' with mixers of a grid, else 'learn'.

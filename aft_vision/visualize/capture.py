@@ -85,7 +85,7 @@ def run_with_hooks(
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         prefix = args[0].shape[1] - grid[0] * grid[1]
         if prefix != getattr(model, 'num_prefix_tokens', 0):
-            raise ValueError(f'expected a token for each place of the grid {grid}, got {args[0].shape[1]} tokens')
+            raise ValueError(f'expected a token for each position of the grid {grid}, got {args[0].shape[1]} tokens')
         callback(module, args[0], grid, prefix)
 
     handles = [mixer.register_forward_pre_hook(hook) for mixer in mixers]

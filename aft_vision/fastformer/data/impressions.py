@@ -175,7 +175,7 @@ class NewsCollator:
             input_ids and attention_mask (U, N); history (B, M) and candidates (B, 1 + K), rows of input_ids with -1
             for padding at the end; labels (B,), zero: the first candidate was clicked.
         """
-        # One place at least, so that all parameters have a part in the loss, as distributed training demands.
+        # At least one column, so that all parameters have a part in the loss, as distributed training demands.
         history, candidates = (
             pad_rows([sample[name] for sample in samples], -1, 1) for name in ('history', 'candidates')
         )

@@ -81,7 +81,7 @@ def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | No
 
     The file has only numbers, so the texts are words made from them: `category4281 brand49293` of a behaviour,
     `ad375015 category4281 brand49293` of an ad; brand 0 is none. Types are the file's own codes, `type 1` to `type 4`.
-    The user's profile, campaign, customer, price and place of the ad are not used.
+    The user's profile, campaign, customer, price and slot of the ad are not used.
 
     Args:
         path: A CSV without header.
