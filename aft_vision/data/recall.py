@@ -18,8 +18,8 @@ CHUNK = 1000
 class RecallTask:
     """The sequences of a setting: pairs of a key and its value, then each key once more, as a query.
 
-    The token after a query is its answer, the value. It is a target only: in the sequence its position holds the filler,
-    as in Zoology, so that earlier answers do not narrow down the later ones.
+    The token after a query is its answer, the value. It is a target only: in the sequence its position holds the
+    filler, as in Zoology, so that earlier answers do not narrow down the later ones.
 
     Attributes:
         pairs: Pairs of a key and a value, the first tokens of a sequence; no key or value occurs twice in them.
