@@ -160,7 +160,7 @@ def _read_time(record: Record) -> int:
         time = datetime.strptime(record.values['time'], TIME)
     except ValueError as error:
         raise ValueError(
-            f"{record.location}, column 'time': expected a time such as 11/13/2019 8:36:57 AM, got "
+            f"{record.location}, column 'time': expected such as 11/13/2019 8:36:57 AM, got "
             f'{record.values["time"]!r:.80}'
         ) from error
     return int(time.replace(tzinfo=UTC).timestamp())
