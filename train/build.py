@@ -212,7 +212,7 @@ def _match_classifier(start: Any, class_names: Sequence[str], config: Config) ->
     there = [name for index, name in enumerate(trained) if index not in known]
     said = (
         f'a new classifier, as the data set has other classes ({list_names(here) or "fewer"}) than the weights '
-        f'({list_names(there) or "fewer"}); data.match_classes=index compares them by their order'
+        f'({list_names(there) or "fewer"}); data.match_classes=place compares them by their order'
     )
     return True, None, said
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.errors import IMPORT_HINT
-from aft_vision.layers.mixers import CAUSAL_MIXERS, MIXERS, AFTMixer, mixer_arguments
+from aft_vision.layers.base import CAUSAL_MIXERS, MIXERS, TokenMixer, mixer_arguments
 from aft_vision.models.checkpoint import read_pretrained_cfg
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS
@@ -108,7 +108,7 @@ def refuse_reserved(kwargs: Mapping[str, Any], reserved: Mapping[str, str]) -> N
 
 
 def check_arguments(
-    kwargs: Mapping[str, Any], schema: type, mixers: Mapping[str, type[AFTMixer]] = MIXERS
+    kwargs: Mapping[str, Any], schema: type, mixers: Mapping[str, type[TokenMixer]] = MIXERS
 ) -> dict[str, Any]:
     """Return the keyword arguments of a model in the types of a dataclass's fields.
 
@@ -279,7 +279,7 @@ def decoder_schema() -> type:
 
 
 @cache
-def _schema(classes: tuple[type, ...], mixers: tuple[type[AFTMixer], ...], has_weights: bool) -> type:
+def _schema(classes: tuple[type, ...], mixers: tuple[type[TokenMixer], ...], has_weights: bool) -> type:
     arguments = {**mixer_arguments(mixers), **(WEIGHT_KEYS if has_weights else {})}
     reserved = {*RESERVED_MODEL_KEYS, *RESERVED_DECODER_KEYS}
     for cls in classes:
