@@ -3,14 +3,13 @@
 import contextlib
 import math
 import os
+import sys
 import time
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-from aft_vision.commandline import print_once
 
 # Files of the limit that a container sets to the time of its processes, and of the period in which it counts: of
 # version 2 of cgroups in one file, and of version 1.
@@ -66,7 +65,9 @@ def limit_threads(by_load: bool = True) -> None:
     if by_load:
         torch.set_num_threads(free)
         advice = f'{free} of {before} threads are used, OMP_NUM_THREADS={before} takes all'
-    print_once(f'note: other processes use {used:.1f} of {cores} cores; {advice}')
+    # The first of several processes says it.
+    if os.environ.get('RANK', '0') == '0':
+        print(f'note: other processes use {used:.1f} of {cores} cores; {advice}', file=sys.stderr, flush=True)
 
 
 @cache
@@ -98,8 +99,8 @@ def cpu_seconds() -> float:
         with contextlib.suppress(OSError):
             fields = path.read_text().rpartition(')')[2].split()
             process = int(path.parent.name)
-            # Its own time, which is counted finer for this process, and that of its children that have ended, each in
-            # user and in system mode.
+            # Its own time, which is counted finer for this process, and the time of its ended children, each in user
+            # and in system mode.
             parents[process], used[process] = int(fields[1]), sum(map(int, fields[13 if process == own else 11 : 15]))
     below = {own}
     while more := {process for process, parent in parents.items() if parent in below} - below:

@@ -180,7 +180,7 @@ def check_classes(model: Any, class_names: Sequence[str], data: str, by_place: b
 def find_classes(
     model: Any, class_names: Sequence[str], data: str, by_place: bool = False, some: bool = True
 ) -> list[int] | None:
-    """Return the places of a data set's classes among those of a model, or of its Weights; None for the same order.
+    """Return the indices of a data set's classes among a model's, or its Weights'; None for the same order.
 
     Args:
         data: Name of the data set in errors.
@@ -193,17 +193,17 @@ def find_classes(
     trained = None if by_place else known_classes(model)
     # Some data sets have numbers instead of class names.
     if trained is not None and not (is_numbered(trained) or is_numbered(class_names)):
-        places = match_classes(trained, class_names)
-        lacking = [name for name, place in zip(class_names, places, strict=True) if place is None]
-        known = [place for place in places if place is not None]
+        indices = match_classes(trained, class_names)
+        lacking = [name for name, index in zip(class_names, indices, strict=True) if index is None]
+        known = [index for index in indices if index is not None]
         if lacking and (some or len(trained) == len(class_names)):
-            others = [name for place, name in enumerate(trained) if place not in known]
+            others = [name for index, name in enumerate(trained) if index not in known]
             raise ValueError(
                 f'expected the classes of the model in {data}, got {list_names(lacking)}, where the model has '
                 f'{list_names(others) or "none else"}; {BY_PLACE}'
             )
         if some or len(trained) == len(class_names):
-            return None if places == list(range(len(trained))) else known
+            return None if indices == list(range(len(trained))) else known
     if len(class_names) != model.num_classes:
         raise ValueError(
             f'expected {model.num_classes} classes in {data}, as many as the model has, got {len(class_names)}'
@@ -220,7 +220,7 @@ def known_classes(model: Any) -> list[str] | None:
     if not names and cfg.get('num_classes') == model.num_classes:
         subset = infer_imagenet_subset({'num_classes': model.num_classes})
         names = ImageNetInfo(subset).label_names() if subset else None
-    # Names of another number are those of a classifier that was replaced.
+    # Names of another number belong to a classifier that was replaced.
     return list(names) if names and len(names) == model.num_classes else None
 
 

@@ -34,8 +34,10 @@ def check_folder(path: Path) -> None:
     except (ValueError, TypeError) as error:
         raise ValueError(f'expected an exported model in {path}, got a damaged config.json: {error}') from error
     if 'architecture' not in config:
-        kind = f' of type {config["model_type"]}' if 'model_type' in config else ''
-        raise ValueError(f'expected an image model in {path}, got a config.json{kind} without an architecture of timm')
+        described = f' of type {config["model_type"]}' if 'model_type' in config else ''
+        raise ValueError(
+            f'expected an image model in {path}, got a config.json{described} without an architecture of timm'
+        )
 
 
 def name_latest(folder: str | Path) -> str:
@@ -103,8 +105,8 @@ def keeping_rows(path: str | Path, finish: Callable[[Path], None] | None = None)
         finish: Writes the result in another format to the path that it is given, in place of the lines.
     """
     is_file, rows = Path(path).is_file() or not Path(path).exists(), 0
-    place = Path(os.path.realpath(path)) if is_file else Path(path)
-    part = place.with_name(f'{place.name}.part') if is_file else place
+    target = Path(os.path.realpath(path)) if is_file else Path(path)
+    part = target.with_name(f'{target.name}.part') if is_file else target
     has_lines = is_file or finish is None
     file: TextIO | None = None
 
@@ -112,14 +114,14 @@ def keeping_rows(path: str | Path, finish: Callable[[Path], None] | None = None)
         return stack.enter_context(part.open('w', encoding='utf-8', errors='backslashreplace'))
 
     def write(row: Any) -> None:
-        # That of an earlier run stays until there is a row.
+        # The file of an earlier run stays until there is a row.
         nonlocal file, rows
         if has_lines:
             file = file or open_part()
             print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
             rows += 1
 
-    place.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with contextlib.ExitStack() as stack:
             yield write
@@ -130,10 +132,10 @@ def keeping_rows(path: str | Path, finish: Callable[[Path], None] | None = None)
             _logger.warning('the rows that were done are in %s: %d', part, rows)
         raise
     if finish is None and is_file:
-        with replacing(place) as whole:
+        with replacing(target) as whole:
             os.replace(part, whole)
     elif finish is not None:
-        with replacing_output(place) as whole:
+        with replacing_output(target) as whole:
             finish(whole)
         if is_file and rows:
             part.unlink()

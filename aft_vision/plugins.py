@@ -1,7 +1,7 @@
 """Modules of others, which register models and mixers when they are imported.
 
-Commands import them at their start: those of `--import`, and those that installed packages declare as entry points of
-the group `aft_vision.plugins`.
+Commands import them at their start: the modules of `--import`, and the ones that installed packages declare as entry
+points of the group `aft_vision.plugins`.
 """
 
 import functools

@@ -80,7 +80,7 @@ def prune(model: nn.Module, threshold: float) -> nn.Module:
     """Copy a model for evaluation, with kernels set to 0 where |exp(w) - 1| is below a threshold.
 
     The copy shares all other parameters with the model. Its kernels are raw (`standardize_kernel=False`) and have the
-    model's window; those of a model with one offset per head (`gumbel=True`) become raw kernels with that offset.
+    model's window; the kernels of a model with one offset per head (`gumbel=True`) become raw kernels with that offset.
 
     Raises:
         ValueError: the threshold is negative, or as `evaluated_kernels`.

@@ -161,8 +161,8 @@ def resize_images(images: Tensor, size: tuple[int, int]) -> Tensor:
     scale = min(images.shape[-2] / size[0], images.shape[-1] / size[1])
     part = center_crop(images, [round(size[0] * scale), round(size[1] * scale)])
     # torch does not interpolate half types on a CPU.
-    wide = part.to(torch.promote_types(part.dtype, torch.float32))
-    return F.interpolate(wide, size, mode='bicubic', align_corners=False, antialias=True).to(part.dtype)
+    part32 = part.to(torch.promote_types(part.dtype, torch.float32))
+    return F.interpolate(part32, size, mode='bicubic', align_corners=False, antialias=True).to(part.dtype)
 
 
 def size_label(row: Mapping[str, Any]) -> str:
@@ -249,8 +249,8 @@ def draw_accuracies(tables: Sequence[Mapping[str, Any]]) -> Any:
     columns = list(dict.fromkeys(map(size_label, rows)))
     trained = [size_label({'scales': [table['train_size']]}) for table in tables]
     names = [f'{table["name"]}, {size}' for table, size in zip(tables, trained, strict=True)]
-    found = [{size_label(row): row['top1'] for row in table['sizes']} for table in tables]
-    values = [[of_model.get(column, math.nan) for column in columns] for of_model in found]
+    accuracies = [{size_label(row): row['top1'] for row in table['sizes']} for table in tables]
+    values = [[of_model.get(column, math.nan) for column in columns] for of_model in accuracies]
     figure = new_figure(2.5 + 0.09 * max(map(len, names)) + 0.7 * len(columns), 1.6 + 0.5 * len(tables))
     axes = figure.subplots()
     image = axes.imshow(values, cmap='viridis', aspect='auto')

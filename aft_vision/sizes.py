@@ -37,10 +37,10 @@ def check_channels(model: Any, *supported: int) -> None:
     """Raise a ValueError unless a model takes images of one of these numbers of channels."""
     first = (getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')
     layer = dict(model.named_modules()).get(first) if isinstance(first, str) else None
-    found = getattr(layer, 'in_channels', None) or resolve_model_data_config(model)['input_size'][0]
-    if found not in supported:
+    channels = getattr(layer, 'in_channels', None) or resolve_model_data_config(model)['input_size'][0]
+    if channels not in supported:
         raise ValueError(
-            f'expected a model of images of {" or ".join(map(str, supported))} channels, got one of {found}'
+            f'expected a model of images of {" or ".join(map(str, supported))} channels, got one of {channels}'
         )
 
 
@@ -98,7 +98,7 @@ def takes_any_size(model: nn.Module) -> bool:
 def record_size(model: nn.Module, size: Sequence[int]) -> None:
     """Make (H, W) in pixels the default size of a model that takes any size.
 
-    Where the architecture names none, that of `pretrained_cfg` is the default.
+    Where the architecture names none, `pretrained_cfg` has the default.
     """
     resizable: Any = model
     if takes_any_size(model) and get_model_traits(model).get('img_size') is not None:

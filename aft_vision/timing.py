@@ -16,7 +16,7 @@ MIN_SECONDS = 0.02
 
 
 class Timing(NamedTuple):
-    """The time of a call, compared with that of the first one."""
+    """The time of a call, compared with the first one's."""
 
     # Median over the rounds.
     seconds: float
@@ -37,8 +37,8 @@ def time_interleaved(
     Raises:
         ValueError: there is no call, no round or no warm-up.
     """
-    found = time_rounds(calls, device, rounds, **options)
-    return [compare_rounds(seconds, found[0]) for seconds in found]
+    times = time_rounds(calls, device, rounds, **options)
+    return [compare_rounds(seconds, times[0]) for seconds in times]
 
 
 def time_rounds(
@@ -79,16 +79,16 @@ def time_rounds(
             call()
         # The first calls may include compilation or tuning.
         repeats.append(max(1, math.ceil(min_seconds / max(_time(call, device, 1), 1e-9))))
-    found: list[list[float]] = [[] for _ in calls]
+    times: list[list[float]] = [[] for _ in calls]
     for turn in tqdm(range(rounds), desc='time', unit='round', leave=False, disable=None if progress else True):
-        for place in range(len(calls)):
-            index = (turn + place) % len(calls)
-            found[index].append(_time(calls[index], device, repeats[index]))
-    return found
+        for offset in range(len(calls)):
+            index = (turn + offset) % len(calls)
+            times[index].append(_time(calls[index], device, repeats[index]))
+    return times
 
 
 def compare_rounds(seconds: Sequence[float], first: Sequence[float]) -> Timing:
-    """Compare the seconds of a call in every round with those of the first call in the same rounds."""
+    """Compare the seconds of a call in every round with the first call's in the same rounds."""
     ratios = [base / own for base, own in zip(first, seconds, strict=True)]
     return Timing(statistics.median(seconds), statistics.median(ratios), quartiles(ratios))
 

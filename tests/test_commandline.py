@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from aft_vision import commandline
-from aft_vision.commandline import run_command
-from train.command_line import CommandParser
+from train import command_line
+from train.command_line import CommandParser, run_command
 
 ROOT = Path(__file__).parents[1]
 # Without the package, whose import takes seconds.
-LOADED = f"import runpy\nrun_command = runpy.run_path({commandline.__file__!r})['run_command']\n"
+LOADED = f"import runpy\nrun_command = runpy.run_path({command_line.__file__!r})['run_command']\n"
 COMMANDS = [
     path
     for folder in ('train', 'tools')
@@ -99,11 +98,11 @@ def test_debug_shows_the_traceback_before_the_line(capsys):
 
 def test_other_processes_wait_for_the_first_to_speak(monkeypatch, capsys):
     waited: list[float] = []
-    monkeypatch.setattr(commandline.time, 'sleep', waited.append)
+    monkeypatch.setattr(command_line.time, 'sleep', waited.append)
     monkeypatch.setenv('RANK', '1')
     with pytest.raises(SystemExit):
         run_command(raising(ValueError('a')), [])
-    assert waited == [commandline.ERROR_DELAY]
+    assert waited == [command_line.ERROR_DELAY]
     assert capsys.readouterr().err == 'error: process 1: a\n'
 
 

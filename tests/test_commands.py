@@ -111,7 +111,7 @@ def test_the_keys_of_a_model_are_described_with_their_ranges():
 
 
 def test_an_interrupt_ends_in_a_line(monkeypatch, capsys):
-    from aft_vision.commandline import run_command
+    from train.command_line import run_command
 
     def main(argv: object) -> None:
         signal.default_int_handler(signal.SIGINT, None)

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from aft_vision import ops, plugins
-from aft_vision.commandline import run_command
 from aft_vision.export.verify import onnx_runner
 from aft_vision.layers.base import CAUSAL_MIXERS, MIXERS
 from aft_vision.models import AFTDecoder
@@ -37,6 +36,7 @@ from aft_vision.visualize import (
 )
 from tools.export import main as export
 from tools.predict import main as predict
+from train.command_line import run_command
 from train.imagenet import main
 from train.model_section import check_model
 

@@ -20,16 +20,16 @@ class KeyValues(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        found = {}
+        arguments = {}
         for text in values:
             key, equals, value = text.partition('=')
             if not equals:
                 parser.error(f'argument {option}: expected KEY=VALUE, got {text!r}')
-            found[key] = expand_home(value)
+            arguments[key] = expand_home(value)
             with contextlib.suppress(ValueError, SyntaxError):
-                found[key] = ast.literal_eval(value)
+                arguments[key] = ast.literal_eval(value)
         # The option may be given more than once.
-        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **found})
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **arguments})
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +160,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def decoding(args: argparse.Namespace, data: Mapping[str, Any] | None = None) -> Any:
-    """Return the Decoding of the options of `add_decoding`, by default that of the section `data` of a run."""
+    """Return the Decoding of the options of `add_decoding`, by default the Decoding of the section `data` of a run."""
     from aft_vision.data import Decoding
 
     data, default = data or {}, Decoding()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.arguments import add_sampling, check_out
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,7 +40,6 @@ if __name__ == '__main__':
 
 import torch
 
-from aft_vision.commandline import run_command
 from aft_vision.data import VOCABULARIES
 from aft_vision.data.bytes import decode, encode
 from aft_vision.files import write_json

@@ -35,7 +35,7 @@ def create_data_loader(
         The loader and the class names, as `create_eval_loader`, and the outputs of these classes, as `find_classes`.
 
     Raises:
-        ValueError: the data set or an option is not valid, or its classes are not those of the model.
+        ValueError: the data set or an option is not valid, or its classes are not the model's.
     """
     trained = resolve_model_data_config(model)
     check_channels(model, 3)
@@ -53,7 +53,7 @@ def create_data_loader(
     crop_pct = trained['crop_pct'] if args.crop_pct is None else args.crop_pct
     preprocessing = Preprocessing(size, crop_pct, trained['mean'], trained['std'])
     options: dict[str, Any] = dict(num_workers=args.workers, device=device)
-    place = args.name or args.data
+    name = args.name or args.data
     try:
         loader, class_names = create_eval_loader(source, preprocessing, args.batch_size, **options)
     except MissingSplitError as error:
@@ -66,11 +66,11 @@ def create_data_loader(
             loader, class_names = create_eval_loader(whole, preprocessing, args.batch_size, **options)
         except ValueError:
             raise ValueError(message) from error
-        _note(f'{place} has no splits: all of it is evaluated; --val-share takes what a training held out')
+        _note(f'{name} has no splits: all of it is evaluated; --val-share takes what a training held out')
     loader.dataset.named = _named.setdefault(source, loader.dataset.named)
-    classes, known = find_classes(model, class_names, place, args.match_classes == 'place'), known_classes(model) or []
+    classes, known = find_classes(model, class_names, name, args.match_classes == 'place'), known_classes(model) or []
     if classes is not None and len(classes) < len(known):
-        _note(f'{place} has {len(classes)} of the {len(known)} classes of the model: only these are compared')
+        _note(f'{name} has {len(classes)} of the {len(known)} classes of the model: only these are compared')
     return loader, class_names, classes
 
 
@@ -85,5 +85,5 @@ def _advice(remedies: Mapping[str, Any]) -> str:
         return f'; --split {remedies["eval_split"]} evaluates that'
     if 'train_split' in remedies or 'val_share' not in remedies:
         return ''
-    place = f'--data {remedies["dir"]} ' if 'dir' in remedies else ''
-    return f'; {place}--val-share 0.1 evaluates a tenth of the training images'
+    option = f'--data {remedies["dir"]} ' if 'dir' in remedies else ''
+    return f'; {option}--val-share 0.1 evaluates a tenth of the training images'

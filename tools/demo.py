@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.arguments import add_decoding, decoding
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 DEIT = Path('docs/results/data/imagenette/deit_seed0')
 EXAMPLES = Path('tests/assets/clothing/validation')
@@ -42,7 +42,6 @@ import timm
 import torch
 from PIL import Image
 
-from aft_vision.commandline import run_command
 from aft_vision.data import Decoding
 from aft_vision.models.checkpoint import load_model
 from aft_vision.sizes import default_size, resize_model
@@ -208,10 +207,10 @@ def build_page(models: dict[str, Any], examples: Sequence[Path], decoding: Decod
     def show(path: str | None, side: int, query: tuple[float, float]) -> list[Any]:
         if path is None:
             return [None] * (1 + 4 * len(models))
-        found = [answer(model, path, side, query, decoding) for model in models.values()]
+        answers = [answer(model, path, side, query, decoding) for model in models.values()]
         threads = torch.get_num_threads()
-        times = [f'{each.milliseconds:.1f} ms, one image, {threads} thread{"s" * (threads > 1)}' for each in found]
-        each = [[a.classes, t, a.attention, a.keys] for a, t in zip(found, times, strict=True)]
+        times = [f'{each.milliseconds:.1f} ms, one image, {threads} thread{"s" * (threads > 1)}' for each in answers]
+        each = [[a.classes, t, a.attention, a.keys] for a, t in zip(answers, times, strict=True)]
         seen = Image.fromarray(load_photograph(path, first, (side, side), decoding).pixels.numpy())
         return [seen, *(part for parts in each for part in parts)]
 

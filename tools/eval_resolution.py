@@ -47,7 +47,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tools.arguments import KeyValues, add_data_arguments, add_device, add_overwrite, check_new, parse_sizes
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 VALIDATION_NAME = re.compile(r'ILSVRC2012_val_(\d{8})(?:_n\d{8})?')
 
@@ -107,7 +107,6 @@ from timm.task.evaluator import ClassificationEvaluator
 from timm.utils import reparameterize_model
 from torch import nn
 
-from aft_vision.commandline import run_command
 from aft_vision.data import NativeShape
 from aft_vision.devices import peak_memory_mb, reset_peak_memory, use_device
 from aft_vision.evaluate import ClassEvaluator, evaluate_all, find_classes
@@ -181,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 def sizes_of(model: nn.Module, args: argparse.Namespace) -> list[tuple[int, int]]:
     """Return the sizes (H, W) to evaluate a model at: those wanted, or of training, and squares of native shapes."""
     if not (args.sizes or args.native):
-        # `load_model` records that of a run.
+        # `load_model` records the size of a run.
         return [training_size(model)]
     return by_area([*args.sizes, *(naflex_shape(model, tokens).square for tokens in args.max_tokens)])
 
@@ -239,10 +238,10 @@ def print_classes(rows: Sequence[dict[str, Any]]) -> None:
     width = max(len('class'), *(len(name) for name in rows[0]['classes']))
     print(f'\n{"class":{width}}  {"images":>6}  ' + '  '.join(f'{title:>8}' for title in titles))
     for name, first in rows[0]['classes'].items():
-        found = (row['classes'][name]['top1'] for row in rows)
+        accuracies = (row['classes'][name]['top1'] for row in rows)
         cells = (
             f'{"-" if top1 is None else f"{top1:.2f}":>{max(len(title), 8)}}'
-            for top1, title in zip(found, titles, strict=True)
+            for top1, title in zip(accuracies, titles, strict=True)
         )
         print(f'{name:{width}}  {first["samples"]:>6}  ' + '  '.join(cells))
 
@@ -315,7 +314,7 @@ def read_real_labels(path: Path, loader: Any) -> list[list[int]]:
             names.
 
     Raises:
-        ValueError: the file has another content, or the images have no names or those of other images.
+        ValueError: the file has another content, or the images have no names or other ones.
     """
     try:
         labels = json.loads(path.read_bytes())
@@ -331,10 +330,10 @@ def read_real_labels(path: Path, loader: Any) -> list[list[int]]:
     other = next((name for (name, _), number in zip(reader.samples, numbers, strict=True) if not number), None)
     if other is not None:
         raise ValueError(f'expected images named ILSVRC2012_val_NUMBER for --real-labels, got {other}')
-    found = [int(number[1]) - 1 for number in numbers if number]
-    if not all(0 <= number < len(labels) for number in found):
-        raise ValueError(f'expected the labels of {max(found) + 1} images in {path}, got {len(labels)}')
-    reader.samples = [(name, number) for (name, _), number in zip(reader.samples, found, strict=True)]
+    indices = [int(number[1]) - 1 for number in numbers if number]
+    if not all(0 <= number < len(labels) for number in indices):
+        raise ValueError(f'expected the labels of {max(indices) + 1} images in {path}, got {len(labels)}')
+    reader.samples = [(name, number) for (name, _), number in zip(reader.samples, indices, strict=True)]
     return labels
 
 

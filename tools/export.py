@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import KeyValues, add_decoding, add_license, add_size, check_out, decoding, parse_positive
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
@@ -120,7 +120,6 @@ if __name__ == '__main__':
     parse_args()
 
 import aft_vision  # noqa: F401
-from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.export import (
     Check,
@@ -144,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
     Raises:
         ValueError: the checkpoint, the model or an option is not valid, the file differs from the model, or the result
-            would overwrite the checkpoint or hide that of a run.
+            would overwrite the checkpoint or hide the one of a run.
         ImportError: a package that the format needs is not installed.
     """
     args = parse_args(argv)
@@ -164,8 +163,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if args.format == 'hf':
         content = read_record(args.checkpoint) if args.checkpoint else {}
         parts = [part for part in PARTS if part not in args.without]
-        for name, found in export_hub_folder(model, args.out, args.size, content, args.license, parts).items():
-            print(f'{name}: differs from PyTorch by at most {max(check.difference for check in found):.1e}')
+        for name, checks in export_hub_folder(model, args.out, args.size, content, args.license, parts).items():
+            print(f'{name}: differs from PyTorch by at most {max(check.difference for check in checks):.1e}')
     elif args.format == 'web':
         show_checks(export_web(model, args.out, shape, runtime=args.runtime, tolerance=args.tolerance))
     else:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import add_data_arguments, add_device, add_license, check_out
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,7 +41,6 @@ if __name__ == '__main__':
 
 from torch import nn
 
-from aft_vision.commandline import run_command
 from aft_vision.devices import use_device
 from aft_vision.evaluate import evaluate_all
 from aft_vision.export import export_model
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     Raises:
         ValueError: the checkpoint, the data set or the device is not valid, the model was not trained with
-            gumbel=True, or the result would overwrite it or hide that of another run.
+            gumbel=True, or the result would overwrite it or hide the one of another run.
     """
     args = parse_args(argv)
     check_out(args.out, args.checkpoint)

@@ -47,9 +47,8 @@ def has_tiles() -> bool:
 
 def describe_processor(device: torch.device | str = 'cpu') -> str:
     """Name the processor and the widest vector instructions that our kernels may use on it, or the accelerator."""
-    place = torch.device(device)
-    if place.type == 'cuda':
-        return torch.cuda.get_device_name(place)
+    if torch.device(device).type == 'cuda':
+        return torch.cuda.get_device_name(device)
     flags = cpu_flags()
     known = {'avx512_bf16': 'AVX-512 with bfloat16', 'avx512f': 'AVX-512', 'avx2': 'AVX2', 'asimd': 'NEON'}
     vectors = next((words for flag, words in known.items() if flag in flags), 'no vector instructions known')
@@ -61,8 +60,8 @@ def free_memory(device: torch.device) -> int | None:
     if device.type != 'cuda':
         path = Path('/proc/meminfo')
         lines = path.read_text().splitlines() if path.exists() else []
-        found = [line.split()[1] for line in lines if line.startswith('MemAvailable:')]
-        return 1024 * int(found[0]) if found else None
+        amounts = [line.split()[1] for line in lines if line.startswith('MemAvailable:')]
+        return 1024 * int(amounts[0]) if amounts else None
     # Memory that torch caches is free too.
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
@@ -76,8 +75,8 @@ def autocast(device: torch.device, dtype: str) -> contextlib.AbstractContextMana
 
 def describe_machine(device: torch.device | str, precision: str = 'float32') -> str:
     """Describe the processor or accelerator, the threads, the precision and the versions in one line."""
-    place = torch.device(device)
-    name = torch.cuda.get_device_name(place) if place.type == 'cuda' else processor_name()
+    is_cuda = torch.device(device).type == 'cuda'
+    name = torch.cuda.get_device_name(device) if is_cuda else processor_name()
     threads = f'{os.cpu_count()} cores, {torch.get_num_threads()} threads'
     versions = f'torch {torch.__version__}, timm {timm.__version__}, Python {platform.python_version()}'
     return f'{name}; {threads}; {precision}; {versions}'

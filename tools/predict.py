@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import add_decoding, add_device, add_size, check_out, decoding, parse_positive
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -57,7 +57,6 @@ import timm
 import torch
 from tqdm import tqdm
 
-from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.data.class_names import list_names
 from aft_vision.devices import use_device
@@ -98,13 +97,13 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             except CorruptImageError as error:
                 damaged.append(str(error))
                 continue
-            found = predictions(model, model(images.to(device)), args.top)
+            classes = predictions(model, model(images.to(device)), args.top)
             rows.append(
-                {'image': str(file), 'classes': [{'class': name, 'probability': chance} for name, chance in found]}
+                {'image': str(file), 'classes': [{'class': name, 'probability': chance} for name, chance in classes]}
             )
             keep(rows[-1])
             if is_table:
-                print('\n'.join([str(file), *(f'{100 * chance:7.1f} %  {name}' for name, chance in found)]))
+                print('\n'.join([str(file), *(f'{100 * chance:7.1f} %  {name}' for name, chance in classes)]))
     if args.json:
         print(json.dumps(rows, indent=2))
     if len(rows) > 1:
@@ -133,8 +132,8 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path, is_json: bool) -> Non
 
 def count_classes(rows: Sequence[dict[str, Any]]) -> str:
     """Return how many images have each class as the most likely one, as a sentence."""
-    found = Counter(row['classes'][0]['class'] for row in rows)
-    return f'{len(rows)} images: {list_names([f"{count} {name}" for name, count in found.most_common()], 10)}'
+    counts = Counter(row['classes'][0]['class'] for row in rows)
+    return f'{len(rows)} images: {list_names([f"{count} {name}" for name, count in counts.most_common()], 10)}'
 
 
 def load_published(name: str) -> Any:

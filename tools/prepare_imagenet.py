@@ -20,7 +20,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,7 +38,6 @@ if __name__ == '__main__':
 
 from torchvision.datasets.imagenet import ARCHIVE_META
 
-from aft_vision.commandline import run_command
 from aft_vision.data.archives import (
     read_devkit,
     read_solution,

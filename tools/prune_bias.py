@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import add_data_arguments, add_device, add_license, add_overwrite, add_size, check_new
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,7 +51,6 @@ if __name__ == '__main__':
 from timm.data import resolve_model_data_config
 from torch import nn
 
-from aft_vision.commandline import run_command
 from aft_vision.devices import use_device
 from aft_vision.evaluate import evaluate_all, known_classes
 from aft_vision.export import export_model
@@ -141,8 +140,10 @@ def measure_pruned(
     device = next(model.parameters()).device
     metrics = evaluate_all(pruned, loader, device, progress=sys.stderr.isatty(), classes=classes)
     rows = []
-    for threshold, each, found in zip(thresholds, pruned, metrics, strict=True):
-        accuracy: dict[str, Any] = {name: found[name] for name in ('top1', 'top5', 'loss', 'samples') if name in found}
+    for threshold, each, measured in zip(thresholds, pruned, metrics, strict=True):
+        accuracy: dict[str, Any] = {
+            name: measured[name] for name in ('top1', 'top5', 'loss', 'samples') if name in measured
+        }
         rows.append({'threshold': threshold, **accuracy, **sparsity_metrics(each)})
     return rows
 
@@ -166,8 +167,8 @@ def draw_cost(rows: Sequence[dict[str, Any]]) -> Any:
     accuracy.plot(kept, [row['top1'] for row in rows], marker='o')
     accuracy.axhline(rows[0]['top1'], color='grey', linewidth=0.8, linestyle='--')
     for x, row in list(zip(kept, rows, strict=True))[1:]:
-        place = dict(xytext=(0, -8), textcoords='offset points', rotation=90, ha='center', va='top', fontsize=8)
-        accuracy.annotate(f'{row["threshold"]:.2g}', (x, row['top1']), **place)
+        style = dict(xytext=(0, -8), textcoords='offset points', rotation=90, ha='center', va='top', fontsize=8)
+        accuracy.annotate(f'{row["threshold"]:.2g}', (x, row['top1']), **style)
     accuracy.set(ylabel='top-1 accuracy (%)', title='numbers: threshold of |exp(w) - 1|; dashed: unpruned')
     accuracy.title.set_fontsize(9)
     for name, label in (('madds_sparse', 'kept offsets'), ('madds_window', 'cropped window of each layer')):

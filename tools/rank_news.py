@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.arguments import add_device, parse_positive
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,12 +35,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
-from aft_vision.commandline import run_command
 from aft_vision.devices import use_device
 from aft_vision.fastformer.data.mind import News, read_mind_news
 from aft_vision.fastformer.data.movielens import read_films
 from aft_vision.fastformer.ranking import NewsRanker
-from aft_vision.models.weight_files import check_checksums
 
 
 def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
@@ -53,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
         ValueError: the model, the file, a column or a name is not valid.
     """
     args = parse_args(argv)
-    check_checksums(args.model)
     ranker = NewsRanker.load(args.model, use_device(args.device))
     has_news = args.news.is_file() or (args.news / 'news.tsv').is_file()
     if args.text_columns and not has_news:

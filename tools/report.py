@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import add_decoding, add_device, add_size, check_out, decoding, parse_positive
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 PICTURES = ('biases', 'keys', 'attention')
 # What takes an option that not all take: pictures of --only, and the page, which is None.
@@ -109,7 +109,6 @@ import yaml
 from tqdm import tqdm
 
 from aft_vision import __version__
-from aft_vision.commandline import run_command
 from aft_vision.data.datasets import Source, open_eval_split, with_evaluation_images
 from aft_vision.devices import use_device
 from aft_vision.files import find_checkpoint, replacing_output
@@ -164,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         print(f'{sizes} is older than {args.checkpoint} and left out; aft-vision eval --overwrite replaces it')
     elif sizes.is_file():
         # Before the model and its pictures.
-        first = next((place for place, section in enumerate(sections) if section.title == 'Model'), 0)
+        first = next((index for index, section in enumerate(sections) if section.title == 'Model'), 0)
         sections.insert(first, Section('Image sizes', partial(sizes_section, sizes)))
     parts = []
     with tqdm(sections, unit='section', disable=None) as progress:
@@ -187,10 +186,10 @@ def is_older(table: Path, checkpoint: Path) -> bool:
 
 def sizes_section(path: Path) -> str:
     """Draw the accuracies by image size that tools.eval_resolution wrote, with their checkpoint and data."""
-    found = json.loads(path.read_text())
-    alt = f'Accuracy, speed and memory at {len(found["sizes"])} image sizes'
-    caption = f'{found["checkpoint"]} on {found["data"]}, from {path.name}.'
-    return picture(figure_png(draw_sizes(found['sizes'], found['train_size'])), alt, caption)
+    table = json.loads(path.read_text())
+    alt = f'Accuracy, speed and memory at {len(table["sizes"])} image sizes'
+    caption = f'{table["checkpoint"]} on {table["data"]}, from {path.name}.'
+    return picture(figure_png(draw_sizes(table['sizes'], table['train_size'])), alt, caption)
 
 
 def draw_picture(args: argparse.Namespace) -> Any:
@@ -204,12 +203,12 @@ def draw_picture(args: argparse.Namespace) -> Any:
         options |= dict(before=before, layers=layers, exponentiated=args.exponentiated)
         return draw_position_biases(model, **options)
     photograph = load_photograph(args.images, model, args.size, decoding(args))
-    logits, found = capture_mixers(model, photograph.images.to(device))
+    logits, inputs = capture_mixers(model, photograph.images.to(device))
     text = '\n'.join(f'{100 * chance:5.1f}%  {name}' for name, chance in predictions(model, logits))
     options |= dict(chosen_layers=layers, text=text)
     if args.only == 'keys':
-        return draw_key_maps(photograph, found, **options)
-    height, width = found[0].grid
+        return draw_key_maps(photograph, inputs, **options)
+    height, width = inputs[0].grid
     row, column = args.query or (height // 2 + 1, width // 2 + 1)
     return draw_attention(photograph, model, (row - 1, column - 1), **options)
 
@@ -219,7 +218,7 @@ def load_report(args: argparse.Namespace, folder: Path, command: str) -> Report:
     device = use_device(args.device)
     model = resize_model(load_model(args.checkpoint, device), args.size)
     summary, config = (
-        next((place / name for place in (folder, folder.parent) if (place / name).is_file()), None)
+        next((parent / name for parent in (folder, folder.parent) if (parent / name).is_file()), None)
         for name in ('summary.csv', 'config.yaml')
     )
     experiment = read_config(config) if config else {}
@@ -274,10 +273,10 @@ def find_validation_images(experiment: Mapping[str, Any]) -> list[Path]:
     except ValueError as error:
         raise ValueError(f'expected the validation images of the run, or --images FOLDER: {error}') from error
     files = [Path(dataset.name_of(index)) for index in range(len(dataset))] if hasattr(dataset, 'name_of') else []
-    # Those of a named data set may be files of a library's cache.
+    # The images of a named data set may be files of a library's cache.
     if source.name or not (files and files[0].is_file()):
-        place = source.name or source.dir
-        raise ValueError(f'expected --images FOLDER, as the images of the run are not files but in {place}, got none')
+        name = source.name or source.dir
+        raise ValueError(f'expected --images FOLDER, as the images of the run are not files but in {name}, got none')
     return files
 
 
@@ -292,7 +291,7 @@ def recorded_facts(checkpoint: Path) -> dict[str, str]:
     facts = {'Checkpoint': str(Path(*checkpoint.resolve().parts[-2:]))}
     content = read_record(checkpoint)
     if 'best_top1' in content:
-        # The last checkpoint of a run has its own epoch, not that of the best weights.
+        # The last checkpoint of a run has its own epoch, not the epoch of the best weights.
         when = '' if 'optimizer' in content else f', after {content["epoch"]} epochs'
         facts['Top-1'] = f'{content["best_top1"]:.2f}%, the best of the run{when}'
     return facts

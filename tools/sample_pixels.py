@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.arguments import add_sampling, check_out, parse_positive
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -69,7 +69,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from aft_vision.commandline import run_command
 from aft_vision.data import open_image, read_cifar10
 from aft_vision.files import replacing, replacing_output
 from aft_vision.models import PixelDecoder, half_mask
@@ -153,9 +152,9 @@ def read_images(args: argparse.Namespace, img_size: tuple[int, int], skipped: Sk
         return load_pixels(args.images, img_size, skipped)
     images = read_cifar10(args.data, 'test')
     if images.shape[1:3] != img_size:
-        made, found = (f'{height} x {width}' for height, width in (img_size, images.shape[1:3]))
+        made, stored = (f'{height} x {width}' for height, width in (img_size, images.shape[1:3]))
         raise ValueError(
-            f'expected images of {made} pixels (H x W), as {args.checkpoint} has, got {found} in {args.data}'
+            f'expected images of {made} pixels (H x W), as {args.checkpoint} has, got {stored} in {args.data}'
         )
     indices = list(range(min(8, len(images)))) if args.indices is None else args.indices
     outside = [index for index in indices if not 0 <= index < len(images)]

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from tools.arguments import add_device, check_out, parse_count, parse_positive
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,11 +48,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
-from aft_vision.commandline import run_command
 from aft_vision.devices import use_device
 from aft_vision.fastformer.summarize import load_summarizer, summarize
 from aft_vision.files import keeping_rows
-from aft_vision.models.weight_files import check_checksums
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
@@ -66,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
     if args.out is not None and args.out.is_dir():
         raise ValueError(f'expected a file for the summaries, got --out {args.out}, a folder')
     texts = [read_text(name) for name in args.files]
-    check_checksums(args.model)
     model, tokenizer = load_summarizer(args.model, use_device(args.device))
     names = ('num_beams', 'min_new_tokens', 'length_penalty', 'no_repeat_ngram_size')
     options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}

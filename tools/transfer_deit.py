@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import KeyValues, add_license, check_out, parse_count, parse_size
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,7 +58,6 @@ from timm.models import clean_state_dict, get_model_input_config
 from timm.utils import random_seed
 from torch import nn
 
-from aft_vision.commandline import run_command
 from aft_vision.export import export_model
 from aft_vision.files import write_json
 from aft_vision.models.deit_transfer import deit_to_aft

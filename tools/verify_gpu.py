@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 TESTS = Path(__file__).parents[1] / 'tests'
 
@@ -31,8 +31,6 @@ if __name__ == '__main__':
     parse_args()
 
 import torch
-
-from aft_vision.commandline import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> None:

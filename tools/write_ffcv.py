@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.arguments import add_decoding, add_overwrite, add_skipping, check_new, decoding, parse_positive
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,7 +52,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == '__main__':
     parse_args()
 
-from aft_vision.commandline import run_command
 from aft_vision.cores import count_cores
 from aft_vision.data.datasets import Source, Split, check_same_classes, open_eval_split
 from aft_vision.data.images import describe_skipped

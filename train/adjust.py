@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from aft_vision.commandline import print_once
+from train.command_line import print_once
 from train.config_layers import as_yaml
 from train.schema import peak_rate
 
@@ -13,8 +13,8 @@ from train.schema import peak_rate
 RUN_BY_WARMUP = 5
 
 
-def adjust_to_command_line(config: Any, files: Any, given: Collection[str]) -> dict[str, Any]:
-    """Return the values that the command line forces to change, by section and key, with a note for each.
+def adjust_to_command_line(config: Any, files: Any, given: Collection[str]) -> list[str]:
+    """Return `section.key=value` for each value that the command line forces to change, with a note for each.
 
     Contradictions within the files or within the command line are left to the checks.
 
@@ -23,38 +23,33 @@ def adjust_to_command_line(config: Any, files: Any, given: Collection[str]) -> d
         files: Those without the command line.
         given: The keys of the command line, as `section.key`.
     """
-    adjusted: dict[str, dict[str, Any]] = {'schedule': {}, 'data': {}}
+    changes: list[str] = []
 
-    def change(section: str, key: str, value: Any, why: str, *because: str) -> None:
-        if f'{section}.{key}' not in given and any(each in given for each in because):
-            adjusted[section][key] = value
-            print_once(f'note: {section}.{key} = {as_yaml(value)} in place of {as_yaml(config[section][key])}, {why}')
+    def change(key: str, value: Any, why: str, *because: str) -> None:
+        if key not in given and any(each in given for each in because):
+            changes.append(f'{key}={as_yaml(value)}')
+            print_once(f'note: {key} = {as_yaml(value)} in place of {as_yaml(OmegaConf.select(config, key))}, {why}')
 
     schedule, data = config.schedule, config.data
-    if 'warmup_epochs' in schedule and schedule.warmup_epochs >= schedule.epochs > 0:
-        why = f'to be below schedule.epochs = {schedule.epochs}'
-        change('schedule', 'warmup_epochs', schedule.epochs // RUN_BY_WARMUP, why, 'schedule.epochs')
-    if (
-        'max_updates' in schedule
-        and schedule.max_updates is not None
-        and schedule.warmup_updates > schedule.max_updates
-    ):
-        why = f'to be within schedule.max_updates = {schedule.max_updates}'
-        change('schedule', 'warmup_updates', _shorter(schedule.max_updates), why, 'schedule.max_updates')
+    epochs, updates = schedule.epochs, schedule.get('max_updates')
+    if schedule.get('warmup_epochs', -1) >= epochs > 0:
+        why = f'to be below schedule.epochs = {epochs}'
+        change('schedule.warmup_epochs', epochs // RUN_BY_WARMUP, why, 'schedule.epochs')
+    if updates is not None and schedule.warmup_updates > updates:
+        why = f'to be within schedule.max_updates = {updates}'
+        change('schedule.warmup_updates', _shorter(updates), why, 'schedule.max_updates')
     # Only for an image classifier the rate depends on the batch.
     because = ('optim.lr', 'data.batch_size') if 'warmup_epochs' in schedule else ('optim.lr',)
-    peak = peak_rate(*(OmegaConf.select(config, name) for name in because))
+    peak, peak_of_files = (peak_rate(*(OmegaConf.select(each, key) for key in because)) for each in (config, files))
     for key in ('warmup_lr', 'min_lr'):
-        if key in schedule and schedule[key] > peak > 0:
-            share = schedule[key] / peak_rate(*(OmegaConf.select(files, name) for name in because))
-            value = min(float(f'{share * peak:.3g}'), peak)
-            change('schedule', key, value, f'as the peak rate is {peak:.3g}', *because)
-    if 'train_sizes' in data and data.train_sizes is not None:
+        if schedule.get(key, 0.0) > peak > 0:
+            value = min(float(f'{schedule[key] / peak_of_files * peak:.3g}'), peak)
+            change(f'schedule.{key}', value, f'as the peak rate is {peak:.3g}', *because)
+    if data.get('train_sizes') is not None:
         why = f'because data.img_size = {tuple(data.img_size)} is given after it'
-        change('data', 'train_sizes', None, why, 'data.img_size')
-        if 'train_sizes' in adjusted['data']:
-            adjusted['data']['train_size_schedule'] = 'constant'
-    return adjusted
+        change('data.train_sizes', None, why, 'data.img_size')
+        changes += ['data.train_size_schedule=constant'] * ('data.train_sizes=null' in changes)
+    return changes
 
 
 def note_long_warmup(warmup_updates: int, updates: int) -> None:

@@ -1,4 +1,4 @@
-"""Distillation of the blocks of a ViT: timm's task of features, with those of every block."""
+"""Distillation of the blocks of a ViT: timm's task of features, for every block."""
 
 from typing import Any
 

@@ -22,7 +22,6 @@ from timm.task import TrainingTask
 from timm.utils import random_seed, unwrap_model
 from torch import nn
 
-from aft_vision.commandline import print_once
 from aft_vision.data import (
     BatchAugmentation,
     Loaders,
@@ -42,6 +41,7 @@ from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
 from aft_vision.sizes import check_image_size, has_fixed_input_size
 from train.checkpoint import BEST, describe_samples
+from train.command_line import print_once
 from train.distill import StoredTeacher, create_task, keep_classes, load_teacher
 from train.distributed import World
 from train.mismatch import naming_model_keys
@@ -76,7 +76,7 @@ def resolve_images(config: Config, checkpoint: str | Path | None = None) -> Imag
     """Return the images of an experiment.
 
     Args:
-        checkpoint: The weights; None for those of `run.init_from`, otherwise of the name of the model.
+        checkpoint: The weights; None for `run.init_from`, otherwise the weights of the name of the model.
 
     Raises:
         ValueError: `data.max_tokens` is set and the model takes only images of one shape, or the weights cannot be
@@ -181,9 +181,9 @@ def load_configured_teacher(
 
 def _start_model(config: Config, weights: Weights | None, class_names: Sequence[str]) -> Any:
     """Build the model with its initial weights; its classifier is put in the order of the classes, or is new."""
-    is_new, places, said = config.run.reset_head, None, ''
+    is_new, rows, said = config.run.reset_head, None, ''
     if not is_new and (weights is not None or config.model.get('pretrained')):
-        is_new, places, said = _match_classifier(weights or _published(config, len(class_names)), class_names, config)
+        is_new, rows, said = _match_classifier(weights or _published(config, len(class_names)), class_names, config)
     model = _build_with_weights(config, len(class_names), weights, reset_head=is_new)
     if said:
         print_once(said)
@@ -191,8 +191,8 @@ def _start_model(config: Config, weights: Weights | None, class_names: Sequence[
     kept = model.pretrained_cfg.get('num_classes') == len(class_names)
     if is_new and weights is None and (kept or config.run.reset_head):
         model.reset_classifier(len(class_names))
-    if places is not None:
-        keep_classes(model, places)
+    if rows is not None:
+        keep_classes(model, rows)
     return model
 
 
@@ -205,14 +205,14 @@ def _match_classifier(start: Any, class_names: Sequence[str], config: Config) ->
     trained = None if config.data.classes_by_place else known_classes(start)
     if trained is None or is_numbered(trained) or is_numbered(class_names):
         return False, None, ''
-    places, whole = match_classes(trained, class_names), list(range(len(trained)))
-    known = [place for place in places if place is not None]
-    if places == whole:
+    indices, whole = match_classes(trained, class_names), list(range(len(trained)))
+    known = [index for index in indices if index is not None]
+    if indices == whole:
         return False, None, ''
     if sorted(known) == whole and len(known) == len(class_names):
         return False, known, 'the classifier of the weights is put in the order of the classes, by their names'
-    here = [name for name, place in zip(class_names, places, strict=True) if place is None]
-    there = [name for place, name in enumerate(trained) if place not in known]
+    here = [name for name, index in zip(class_names, indices, strict=True) if index is None]
+    there = [name for index, name in enumerate(trained) if index not in known]
     said = (
         f'a new classifier, as the data set has other classes ({list_names(here) or "fewer"}) than the weights '
         f'({list_names(there) or "fewer"}); data.match_classes=place compares them by their order'
@@ -239,7 +239,7 @@ def build_evaluation(
     """Build the model for `--eval`, with its weights, the validation loader of this process, and `find_classes`.
 
     Args:
-        checkpoint: The weights; None for those of the name of the model.
+        checkpoint: The weights; None for the weights of the name of the model.
 
     Raises:
         ValueError: the weights cannot be read, or are for other classes or another model.
@@ -275,7 +275,7 @@ def model_arguments(config: Config, num_classes: int) -> tuple[str, dict[str, An
 
 
 def _build_with_weights(config: Config, num_classes: int, weights: Weights | None, **options: Any) -> Any:
-    """Build the model, with these weights, or without any with those of its name if model.pretrained is true.
+    """Build the model, with these weights, or if model.pretrained is true with the weights of its name.
 
     Args:
         options: Further arguments of `initialize_model`.

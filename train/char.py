@@ -27,8 +27,8 @@ EXAMPLE = 'smoke/char'
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
-from aft_vision.commandline import run_command
 from aft_vision.data import VOCABULARIES, EvalDataset, WindowDataset, read_text
+from train.command_line import run_command
 from train.distributed import World
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import CharConfig

@@ -26,7 +26,7 @@ from train.state import TrainState
 
 LOCK = '.lock'
 MAX_KEPT = 100
-# Files of a run besides its checkpoints and summary.csv, and those of tools.eval_resolution and tools.report about it.
+# Files of a run besides its checkpoints and summary.csv, also by tools.eval_resolution and tools.report.
 RESULTS = ('curves.png', 'result.json', 'steps.csv', 'eval_resolution.json', 'eval_resolution.png', 'report.html')
 # Keys of `run` that affect updates, and keys of other sections that do not.
 RUN_KEYS = ('seed', 'amp')
@@ -217,7 +217,7 @@ def remove_run(folder: Path) -> None:
 def describe_samples(loader: Any) -> dict[str, Any]:
     """Return the number of training samples, and a digest of the names of their files, as an entry `data`.
 
-    The names are those of the files and their class folders, or of the shards: a data set may move.
+    The names are files and their class folders, or of the shards: a data set may move.
     """
     dataset = getattr(loader, 'dataset', None)
     if isinstance(dataset, WebDataset):
@@ -262,8 +262,8 @@ def restore(
     """Restore a state from a checkpoint.
 
     Args:
-        class_names: Classes of the data set, which must be those of the checkpoint.
-        data: From `describe_samples`. Within an epoch, it must be that of the checkpoint.
+        class_names: Classes of the data set, which must equal the checkpoint's.
+        data: From `describe_samples`. Within an epoch, it must equal the checkpoint's.
         folder: Folder of the run.
         where: `auto` for the newest undamaged checkpoint in the folder, if there is one; or the path of a checkpoint,
             or of a run for its newest checkpoint.
@@ -274,13 +274,13 @@ def restore(
     Raises:
         ValueError: the checkpoint is missing, damaged, without the optimizer, or of another model or other data.
     """
-    place = folder if where == 'auto' else Path(where)
-    found = read_latest(place) if where == 'auto' or place.is_dir() else (place, read_checkpoint(place))
-    if found is None:
+    source = folder if where == 'auto' else Path(where)
+    latest = read_latest(source) if where == 'auto' or source.is_dir() else (source, read_checkpoint(source))
+    if latest is None:
         if where == 'auto':
             return None
-        raise ValueError(f'expected a run with a checkpoint in {place}, got none')
-    path, content = found
+        raise ValueError(f'expected a run with a checkpoint in {source}, got none')
+    path, content = latest
     if 'optimizer' not in content:
         raise ValueError(f'expected a checkpoint with the state of the optimizer, as {LAST} has, got {path}')
     changes: list[str] = []
@@ -312,7 +312,7 @@ def _check_classes(saved: Sequence[str], class_names: Sequence[str], by_place: b
 
 
 def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -> list[str]:
-    """Return how the training samples differ from those of a checkpoint.
+    """Return how the training samples differ from a checkpoint's.
 
     Raises:
         ValueError: they differ and the checkpoint is within an epoch, whose order is drawn from their number.
@@ -340,7 +340,7 @@ def _data_changes(content: dict[str, Any], now: Mapping[str, Any], path: Path) -
 def _changes(content: dict[str, Any], record: dict[str, Any], world_size: int) -> list[str]:
     """Return the differences between a run and the one that it resumes."""
     before = {**content['config'], 'world_size': content['world_size']}
-    found = []
+    changes = []
     for section, value in {**record, 'world_size': world_size}.items():
         # A checkpoint of an earlier version lacks newer sections.
         old = before.get(section, value)
@@ -350,5 +350,5 @@ def _changes(content: dict[str, Any], record: dict[str, Any], world_size: int) -
             keys = RUN_KEYS if section == 'run' else dict.fromkeys([*value, *(old or {})])
             pairs = {f'{section}.{key}': ((old or {}).get(key), value.get(key)) for key in keys}
         changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in LOADING_KEYS}
-        found += [f'{name} = {new!r}, was {was!r}' for name, (was, new) in changed.items()]
-    return found
+        changes += [f'{name} = {new!r}, was {was!r}' for name, (was, new) in changed.items()]
+    return changes

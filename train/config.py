@@ -1,7 +1,6 @@
 """Typed experiments: dataclasses <- `base:` file <- file <- `section.key=value`."""
 
 import dataclasses
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -16,28 +15,26 @@ from train.adjust import adjust_to_command_line
 from train.config_layers import (
     COMMAND_LINE,
     Layer,
-    convert_layers,
     keys_of,
     last_text,
     merge_checked,
     naming_sources,
     read_layers,
+    type_layers,
 )
 from train.model_section import (
     check_decoder,
     check_model,
     decoder_schema,
-    decoder_takes,
     drop_foreign_arguments,
     family_schema,
     fill_preprocessing,
-    is_recipe_of_images,
-    is_recipe_of_sequences,
-    model_takes,
+    stays_for_classifier,
+    stays_for_decoder,
 )
 from train.schema import Config, Experiment, unknown
 
-Kind = TypeVar('Kind', bound=Experiment)
+Schema = TypeVar('Schema', bound=Experiment)
 
 
 @overload
@@ -45,7 +42,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
 
 
 @overload
-def load_config(path: str | Path, overrides: Sequence[str], schema: type[Kind]) -> Kind: ...
+def load_config(path: str | Path, overrides: Sequence[str], schema: type[Schema]) -> Schema: ...
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[Any] = Config) -> Any:
@@ -67,28 +64,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
     layers = read_layers(path, overrides)
     with naming_sources(path, layers):
         name = last_text(layers, 'model.name', '')
-        layers = convert_layers(layers, schema, family_schema(name) if images else decoder_schema())
-    takes, is_recipe = (model_takes, is_recipe_of_images) if images else (decoder_takes, is_recipe_of_sequences)
-    layers = drop_foreign_arguments(layers, takes, is_recipe, default_model_name(schema))
+        layers = type_layers(layers, schema, family_schema(name) if images else decoder_schema())
+    fields: dict[str, Any] = {each.name: each for each in dataclasses.fields(schema)}
+    default = fields['model'].default_factory()['name']
+    layers = drop_foreign_arguments(layers, stays_for_classifier if images else stays_for_decoder, default)
     layers = fill_preprocessing(layers) if images else layers
     with naming_sources(path, layers):
         built = build_config(layers, schema, list_optimizers())
         return dataclasses.replace(built, model=(check_model if images else check_decoder)(built.model))
 
 
-def default_model_name(schema: type[Experiment]) -> str:
-    """Return the name of the model that a file without `model.name` is about; the schema itself may demand more."""
-    defaults: Any = {each.name: each.default_factory for each in dataclasses.fields(schema)}
-    return str(defaults['model']()['name'])
-
-
 def list_optimizers() -> list[str]:
-    """Return the names of timm's optimizers without those of second order: AFT's operators are differentiated once."""
+    """Return the names of timm's optimizers, except of second order: AFT's operators are differentiated once."""
     names = map(str, timm.optim.list_optimizers())
     return [name for name in names if not timm.optim.get_optimizer_info(name).second_order]
 
 
-def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterable[str]) -> Kind:
+def build_config(layers: Sequence[Layer], schema: type[Schema], optimizers: Iterable[str]) -> Schema:
     """Merge layers into an experiment; the `model` section is not checked.
 
     Args:
@@ -103,24 +95,21 @@ def build_config(layers: Sequence[Layer], schema: type[Kind], optimizers: Iterab
     files = merge_checked(schema, [layer for source, layer in layers if source != COMMAND_LINE])
     merged = merge_checked(files, given)
     try:
-        merged = OmegaConf.unsafe_merge(
-            merged, adjust_to_command_line(merged, files, {key for layer in given for key in keys_of(layer)})
-        )
-        built = typing.cast(Any, OmegaConf.to_object(merged))
+        changes = adjust_to_command_line(merged, files, {key for layer in given for key in keys_of(layer)})
+        built: Any = OmegaConf.to_object(OmegaConf.merge(merged, OmegaConf.from_dotlist(changes)))
     except OmegaConfBaseException as error:
         raise ValueError(_reason(error)) from error
-    names = list(optimizers)
-    if built.optim.name not in names:
+    if built.optim.name not in (names := list(optimizers)):
         raise ValueError(unknown('optim.name', built.optim.name, names, 'an optimizer'))
     return built
 
 
 def continues(folder: Path, where: str | None) -> bool:
-    """Return whether `run.resume` goes on with the run in a folder, instead of with that of another."""
+    """Return whether `run.resume` goes on with the run in a folder, instead of the run in another."""
     if where in (None, 'auto'):
         return where == 'auto'
-    place = Path(str(where)).resolve()
-    return folder.resolve() == (place if place.is_dir() else place.parent)
+    path = Path(str(where)).resolve()
+    return folder.resolve() == (path if path.is_dir() else path.parent)
 
 
 def save_config(record: Mapping[str, Any], path: str | Path) -> None:

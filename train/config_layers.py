@@ -16,20 +16,22 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from aft_vision.errors import first_line
 from aft_vision.plugins import import_plugins
-from train.values import Argument, convert_value, read_yaml
+from train.values import Argument, read_value, read_yaml
 
 # The source of a layer and its content; later layers win.
 Layer = tuple[str, Mapping[str, Any]]
 COMMAND_LINE = 'command line'
 # In a checkout and in a wheel they are next to the trainers.
 CONFIGS = Path(__file__).resolve().parents[1] / 'configs'
+# OmegaConf raises a TypeError for a list instead of a section.
+MERGE_ERRORS = (OmegaConfBaseException, TypeError)
 YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 
 
 def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
     """Read a file and its bases, the deepest first, and then the overrides, and import the modules that they name.
 
-    `convert_layers` gives the values a type. The value of `run.imports` has those of the layers before it too.
+    `type_layers` gives the values a type. The value of `run.imports` includes the modules of the layers before it.
 
     Args:
         path: A file, or the name of one of the package, such as `finetune` or `imagenet/deit_300e`.
@@ -40,57 +42,56 @@ def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
     return _import_modules([*_read_chain(find_config(path)), *map(_read_override, overrides)])
 
 
+def section(layer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a layer, empty if it has none, or has a value that is an error of the merging."""
+    content = layer.get(name)
+    return content if isinstance(content, Mapping) else {}
+
+
 def _import_modules(layers: Sequence[Layer]) -> list[Layer]:
-    found: list[Layer] = []
+    read: list[Layer] = []
     names: list[str] = []
     for source, layer in layers:
-        run: Any = layer.get('run')
-        stated = run.get('imports') if isinstance(run, Mapping) else None
-        given = convert_value(stated, list[str], 'run.imports')
+        run = section(layer, 'run')
+        given = read_value(run.get('imports'), list[str], 'run.imports')
         # Anything else than a list of texts is an error of the merging.
         if isinstance(given, list) and all(isinstance(each, str) for each in given):
             names = list(dict.fromkeys([*names, *given]))
             layer = {**layer, 'run': {**run, 'imports': names}}
-        found.append((source, layer))
+        read.append((source, layer))
     import_plugins(names)
-    return found
+    return read
 
 
-def convert_layers(layers: Sequence[Layer], schema: type, arguments: type | None) -> list[Layer]:
-    """Return layers with every value in the type of its key.
+def type_layers(layers: Sequence[Layer], schema: type, arguments: type | None) -> list[Layer]:
+    """Return layers with every value read for the type of its key.
 
     Args:
         schema: The dataclass of the experiment.
         arguments: The dataclass of the `model` section; None if the types of its arguments are not known.
 
     Raises:
-        ValueError: a value is not valid YAML, or a number or a boolean only in YAML 1.1.
+        ValueError: a value of the command line is not valid YAML.
     """
     overlay = {'pretrained_cfg_overlay': dict.fromkeys(('file', 'url', 'hf_hub_id', 'tag', 'license'), str)}
     hints = _hints(schema)
     hints['model'] = {'name': str, **(_hints(arguments) if arguments is not None else {}), **overlay}
     if 'distill' in hints:
         hints['distill'] = {**hints['distill'], 'teacher_args': overlay}
-    found: list[Layer] = []
-    for source, layer in layers:
-        try:
-            found.append((source, convert_value(layer, hints)))
-        except ValueError as error:
-            raise ValueError(f'{source}: {error}') from error
-    return found
+    return [(source, read_value(layer, hints)) for source, layer in layers]
 
 
 def last_text(layers: Sequence[Layer], key: str, default: str) -> str:
-    """Return a text of the last layer that sets it, as `section.key`, before `convert_layers`, or the default."""
+    """Return a text of the last layer that sets it, as `section.key`, before `type_layers`, or the default."""
     for _, layer in reversed(layers):
         value: Any = layer
         for name in key.split('.'):
             # A section may be an argument of its own.
-            value = convert_value(value, object) if isinstance(value, Argument) else value
+            value = read_value(value) if isinstance(value, Argument) else value
             value = value.get(name) if isinstance(value, Mapping) else None
-        found = convert_value(value, str, key)
-        if found is not None:
-            return found
+        text = read_value(value, str, key)
+        if text is not None:
+            return text
     return default
 
 
@@ -121,15 +122,19 @@ def merge_checked(config: Any, layers: Iterable[Mapping[str, Any]], prefix: str 
         prefix: Of the keys in errors.
     """
     layers, config = list(layers), _defaults(config) if isinstance(config, type) else config
-    # OmegaConf raises a TypeError for a list instead of a section.
     try:
         return OmegaConf.merge(config, *layers)
-    except (OmegaConfBaseException, TypeError):
-        # One value at a time, because OmegaConf's error for a tuple of the wrong length does not name the key.
-        for layer in layers:
-            for key, value in layer.items():
-                for inner, leaf in value.items() if isinstance(value, Mapping) and value else [(None, value)]:
-                    config = _merge_one(config, key, inner, leaf, prefix)
+    except MERGE_ERRORS:
+        # One value at a time, because not every error of OmegaConf has the key.
+        for key, value in (item for layer in layers for item in layer.items()):
+            sections = value.items() if isinstance(value, Mapping) and value else [('', value)]
+            for inner, leaf in sections:
+                try:
+                    config = OmegaConf.merge(config, {key: {inner: leaf} if inner else leaf})
+                except MERGE_ERRORS as error:
+                    name = f'{prefix}{key}.{inner}'.removesuffix('.')
+                    shown = as_yaml(leaf) if isinstance(leaf, list) else repr(leaf)
+                    raise ValueError(f'{name} = {shown}: {_reason(error, leaf)}') from error
         raise
 
 
@@ -139,17 +144,13 @@ def _defaults(schema: type) -> Any:
     return OmegaConf.structured(schema)
 
 
-def _merge_one(config: Any, key: str, inner: str | None, leaf: Any, prefix: str) -> Any:
-    try:
-        return OmegaConf.merge(config, {key: leaf if inner is None else {inner: leaf}})
-    except (OmegaConfBaseException, TypeError) as error:
-        reason = first_line(error)
-        if isinstance(error, ConfigKeyError) and 'Did you mean' not in reason:
-            reason += '; --keys lists the keys of an experiment'
-        # OmegaConf names its own classes here.
-        reason = f'expected a list, such as [{leaf}]' if 'is not a ListConfig' in reason else reason
-        name = key if inner is None else f'{key}.{inner}'
-        raise ValueError(f'{prefix}{name} = {leaf!r}: {reason}') from error
+def _reason(error: Exception, value: Any) -> str:
+    reason = first_line(error)
+    # OmegaConf names its own classes here.
+    if 'is not a ListConfig' in reason:
+        return f'expected a list, such as [{value}]'
+    without = isinstance(error, ConfigKeyError) and 'Did you mean' not in reason
+    return f'{reason}; --keys lists the keys of an experiment' if without else reason
 
 
 def _names(message: str, key: str) -> bool:
@@ -159,7 +160,7 @@ def _names(message: str, key: str) -> bool:
 
 
 def keys_of(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
-    """Yield the keys of a layer, as `section.key`, those of mappings too."""
+    """Yield the keys of a layer, as `section.key`, and inside mappings."""
     for key, value in layer.items():
         if isinstance(value, Mapping):
             yield from keys_of(value, f'{prefix}{key}.')
@@ -174,9 +175,9 @@ def find_config(path: str | Path) -> Path:
     Raises:
         ValueError: there is neither.
     """
-    for found in (Path(path), CONFIGS / f'{path}.yaml'):
-        if found.is_file():
-            return found
+    for file in (Path(path), CONFIGS / f'{path}.yaml'):
+        if file.is_file():
+            return file
     missing = 'is a folder' if Path(path).is_dir() else 'does not exist'
     names = {each.relative_to(CONFIGS).with_suffix('').as_posix() for each in CONFIGS.rglob('*.yaml')}
     short = {name.rpartition('/')[2]: name for name in names}
@@ -197,9 +198,9 @@ def _read_chain(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f'expected valid YAML in {path}, got: {error}') from error
     if not content or not isinstance(content, dict):
-        found = content and ('a list' if isinstance(content, list) else content)
-        raise ValueError(f'expected valid YAML in {path}, with sections of keys, got {found or "an empty file"}')
-    base = convert_value(content.pop('base', None), str | None)
+        got = content and ('a list' if isinstance(content, list) else content)
+        raise ValueError(f'expected valid YAML in {path}, with sections of keys, got {got or "an empty file"}')
+    base = read_value(content.pop('base', None), str | None)
     if base is None:
         return [(str(path), content)]
     if not isinstance(base, str):

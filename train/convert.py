@@ -32,7 +32,6 @@ from typing import Any
 from timm.utils import random_seed
 from torch import nn
 
-from aft_vision.commandline import run_command
 from aft_vision.data import Loaders
 from aft_vision.evaluate import check_classes
 from aft_vision.export import export_model
@@ -43,6 +42,7 @@ from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import build_model, set_license
 from train.build import Images, build_loaders, build_state, model_arguments, resolve_images
 from train.checkpoint import holds_run, lock_run, remove_run, restore
+from train.command_line import run_command
 from train.config import load_config, save_config
 from train.convert_schema import STAGES, ConvertConfig
 from train.distill import load_teacher
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
                 export_model(model, folder / COPY, loaders.class_names, images.described)
             # Before the first one trains: if it is killed, run.resume=auto takes no old one for complete.
             remove_runs(map(folder_of, stages[complete + 1 :]))
-            # That of a complete conversion says how it was made.
+            # The folder of a complete conversion says how it was made.
             if complete < len(stages):
                 save_config(asdict(config), experiment)
         for stage in stages:
@@ -184,7 +184,7 @@ def count_complete(stages: Sequence[Config], images: Images, loaders: Loaders, w
 
 
 def remove_runs(folders: Iterable[Path]) -> None:
-    """Remove the runs of stages, which run.resume=auto would take for those of this conversion; other files stay."""
+    """Remove the runs of stages, which run.resume=auto would take for stages of this conversion; other files stay."""
     for folder in folders:
         if holds_run(folder):
             print(f'removing {folder}: the stage before it starts again or goes on')

@@ -1,4 +1,4 @@
-"""The experiment of a conversion: that of an image classifier, and the section `convert`."""
+"""The experiment of a conversion: an image classifier's, and the section `convert`."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -63,20 +63,20 @@ class ConvertConfig(Config):
 
     def stages(self) -> dict[str, Config]:
         """Return the experiments of the stages by name, in their order; each is one of train.imagenet."""
-        section, found = self.convert, {}
+        section, stages = self.convert, {}
         if section.blocks_epochs:
-            found['blocks'] = self._unlabelled(section.blocks_epochs, section.blocks_lr, kind='blocks')
+            stages['blocks'] = self._unlabelled(section.blocks_epochs, section.blocks_lr, kind='blocks')
         if section.features_epochs:
             only: dict[str, Any] = dict(kind='feature', task_loss_weight=0.0, distill_loss_weight=1.0)
-            found['features'] = self._unlabelled(section.features_epochs, section.features_lr, **only)
+            stages['features'] = self._unlabelled(section.features_epochs, section.features_lr, **only)
         if section.fine_tune != 'none':
-            found['labels'] = self._stage(distill=self.distill if section.fine_tune == 'distill' else DistillConfig())
-        return found
+            stages['labels'] = self._stage(distill=self.distill if section.fine_tune == 'distill' else DistillConfig())
+        return stages
 
-    def _unlabelled(self, epochs: int, lr: float, **kind: Any) -> Config:
+    def _unlabelled(self, epochs: int, lr: float, **distill: Any) -> Config:
         peak = peak_rate(lr, self.data.batch_size)
         lowest = {name: min(getattr(self.schedule, name), peak) for name in ('warmup_lr', 'min_lr')}
-        taught: dict[str, Any] = {'task_loss_weight': None, 'distill_loss_weight': None, 'temperature': 1.0, **kind}
+        taught: dict[str, Any] = {'task_loss_weight': None, 'distill_loss_weight': None, 'temperature': 1.0, **distill}
         return self._stage(
             optim=dataclasses.replace(self.optim, lr=lr),
             schedule=dataclasses.replace(self.schedule, epochs=epochs, warmup_epochs=0, step='update', **lowest),

@@ -39,7 +39,7 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     """
     reached = state.progress
     world = state.world
-    found: dict[str, Any] = {
+    diagnosis: dict[str, Any] = {
         'update': reached.updates + 1,
         'epoch': reached.epoch + 1,
         'rank': world.rank,
@@ -48,14 +48,14 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     trained = dict(state.model.named_parameters())
     for module, values in state.task.get_task_state().items():
         trained |= {f'{module}.{name}': x for name, x in values.items()}
-    found['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
-    found['biases'] = _strict({name: _range(bias) for name, bias in _biases(state.model).items()})
+    diagnosis['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
+    diagnosis['biases'] = _strict({name: _range(bias) for name, bias in _biases(state.model).items()})
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(reached.updates_of_epoch)
-        found[state.objective.unit] = [draw.image for draw in draws]
-        found |= _run_with_hooks(state, _micro_batches(loader, draws, state.loop.accumulate))
+        diagnosis[state.objective.unit] = [draw.image for draw in draws]
+        diagnosis |= _run_with_hooks(state, _micro_batches(loader, draws, state.loop.accumulate))
     path = folder / f'nonfinite-{reached.updates + 1}-rank{world.rank}.json'
-    write_json(path, found)
+    write_json(path, diagnosis)
     return path
 
 
@@ -110,14 +110,14 @@ def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[s
 
 @torch.no_grad()
 def _biases(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
+    biases = {}
     for name, module in model.named_modules():
         if isinstance(module, TokenMixer):
             learned = module.learned_bias()
             bias = module.evaluated_bias() if learned is None else learned
             if bias is not None:
-                found[name] = bias
-    return found
+                biases[name] = bias
+    return biases
 
 
 def _range(x: torch.Tensor) -> list[float]:

@@ -57,14 +57,14 @@ class Teacher(DistillationTeacher):
         self.hard = hard
 
     def forward(self, input: torch.Tensor, return_features: bool = False) -> torch.Tensor:
-        found = super().forward(input, return_features)
-        return one_hot(found) if self.hard and not return_features else found
+        output = super().forward(input, return_features)
+        return one_hot(output) if self.hard and not return_features else output
 
     def both(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits and the pooled features of normalised images."""
         model: Any = self.model
-        found = model.forward_features(input)
-        return model.forward_head(found), model.forward_head(found, pre_logits=True)
+        features = model.forward_features(input)
+        return model.forward_head(features), model.forward_head(features, pre_logits=True)
 
 
 class StoredTeacher(DistillationTeacher):
@@ -107,10 +107,10 @@ class StoredTeacher(DistillationTeacher):
         """
         if return_features:
             return self._read('features', input).float()
-        places, logs = self._read('classes', input).long(), self._read('log_probabilities', input).float()
-        others = len(self.outputs.facts.class_names) - places.shape[1]
+        classes, logs = self._read('classes', input).long(), self._read('log_probabilities', input).float()
+        others = len(self.outputs.facts.class_names) - classes.shape[1]
         rest = (1 - logs.exp().sum(dim=1, keepdim=True)).clamp(min=1e-6) / max(others, 1)
-        logits = rest.log().expand(-1, others + places.shape[1]).scatter(1, places, logs)
+        logits = rest.log().expand(-1, others + classes.shape[1]).scatter(1, classes, logs)
         return one_hot(logits) if self.hard else logits
 
     def both(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,9 +119,9 @@ class StoredTeacher(DistillationTeacher):
 
     def _read(self, name: str, input: torch.Tensor) -> torch.Tensor:
         images, crops = divmod(self.crops.cpu().numpy(), self.outputs.facts.crops)
-        found = self.outputs.arrays[name][images, crops]
+        values = self.outputs.arrays[name][images, crops]
         # torch has few operations of unsigned integers.
-        return torch.from_numpy(found.astype(np.int64) if found.dtype.kind == 'u' else found).to(input.device)
+        return torch.from_numpy(values.astype(np.int64) if values.dtype.kind == 'u' else values).to(input.device)
 
 
 class SoftFeatureTask(FeatureDistillationTask):
@@ -146,8 +146,8 @@ class SoftFeatureTask(FeatureDistillationTask):
         with torch.no_grad():
             wanted_logits, wanted = teacher.both(teacher.normalize_input(input, mean, std))
             wanted = nn.functional.layer_norm(wanted.float(), wanted.shape[-1:])
-        found, target_logs = ((each.float() / self.temperature).log_softmax(dim=-1) for each in (logits, wanted_logits))
-        divergence = nn.functional.kl_div(found, target_logs, reduction='batchmean', log_target=True)
+        logs, target_logs = ((each.float() / self.temperature).log_softmax(dim=-1) for each in (logits, wanted_logits))
+        divergence = nn.functional.kl_div(logs, target_logs, reduction='batchmean', log_target=True)
         divergence = divergence * self.temperature**2
         kd_loss = divergence + self.feature_loss_weight * nn.functional.mse_loss(features.float(), wanted)
         total = self.task_loss_weight * task_loss + self.distill_loss_weight * kd_loss
@@ -221,12 +221,12 @@ def load_teacher(
     teacher: Any = _build(name, arguments, weights).eval()
     if class_names is not None:
         try:
-            places = find_classes(teacher, class_names, 'the data set', by_place)
+            rows = find_classes(teacher, class_names, 'the data set', by_place)
         except ValueError as error:
             raise ValueError(f'distill.teacher {name}: {error}') from error
-        if places is not None:
-            keep_classes(teacher, places)
-            teacher.num_classes = len(places)
+        if rows is not None:
+            keep_classes(teacher, rows)
+            teacher.num_classes = len(rows)
     try:
         if sizes and has_fixed_input_size(teacher) and hasattr(teacher, 'set_input_size'):
             teacher.set_input_size(img_size=sizes[0])
@@ -242,12 +242,12 @@ def load_teacher(
     return teacher
 
 
-def keep_classes(model: Any, places: Sequence[int]) -> None:
-    """Keep the rows of a classifier, or of both of a distilled model, at these places, in their order."""
+def keep_classes(model: Any, rows: Sequence[int]) -> None:
+    """Keep the rows of a classifier, or of both of a distilled model, in the order of these rows."""
     names = model.pretrained_cfg['classifier']
     for name in [names] if isinstance(names, str) else names:
         for parameter in model.get_submodule(name).parameters():
-            parameter.data = parameter.data[list(places)]
+            parameter.data = parameter.data[list(rows)]
 
 
 def _build(teacher: str, arguments: dict[str, Any], weights: str | None) -> nn.Module:
@@ -285,16 +285,16 @@ def find_weights(weights: str) -> Path:
     spec = find_spec(weights) if weights.isidentifier() else None
     if spec is None:
         raise ValueError(f'expected distill.teacher_weights to be a file or an installed package, got {weights!r}')
-    places = spec.submodule_search_locations or []
-    found = [each for place in places for each in sorted(Path(place).rglob('*')) if each.suffix in WEIGHT_FILES]
-    if len(found) != 1:
-        listed = ', '.join(map(str, found)) or 'none'
+    folders = spec.submodule_search_locations or []
+    files = [each for folder in folders for each in sorted(Path(folder).rglob('*')) if each.suffix in WEIGHT_FILES]
+    if len(files) != 1:
+        listed = ', '.join(map(str, files)) or 'none'
         raise ValueError(f'expected one file of weights in the package {weights}, got {listed}; name the file')
-    return found[0]
+    return files[0]
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a file of weights, by the order of its tensors if their names are those of another implementation.
+    """Load a file of weights, by the order of its tensors if another implementation named them.
 
     Raises:
         ValueError: the file cannot be read, or its tensors have other shapes, in their order too.

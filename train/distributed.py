@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from timm.utils.distributed import is_distributed_env, reduce_tensor, world_info_from_env
 
-from aft_vision.commandline import ERROR_DELAY
 from aft_vision.cores import limit_threads
 from aft_vision.data import Shard
 from aft_vision.devices import resolve_device
+from train.command_line import ERROR_DELAY
 
 RENDEZVOUS = 'aft-vision'
 
@@ -61,9 +61,9 @@ class World:
         """Return the largest number of all processes."""
         if not self.is_distributed:
             return number
-        found = torch.tensor(number, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return int(found)
+        tensor = torch.tensor(number, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return int(tensor)
 
     def wait(self) -> None:
         """Wait until all processes have come here."""

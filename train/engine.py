@@ -302,7 +302,7 @@ def _until_signal(state: TrainState, saver: Saver) -> Iterator[tuple[Callable[[]
 
         def asked() -> int:
             # The processes must stop after the same update, and with the same exit code: a launcher that returns the
-            # highest one must return that of the signal.
+            # highest one must return the signal's.
             return state.world.largest(received[0] if received else 0)
 
         def stop(number: int) -> None:
@@ -334,7 +334,7 @@ def _evaluate(state: TrainState, loader: Any | None) -> tuple[dict[str, float], 
     if loader is None:
         return {prefix + name: math.nan for prefix in models for name in names}, evaluators
     if world.is_distributed:
-        # Each process has the statistics of its own batches; saved are those of the first one.
+        # Each process has the statistics of its own batches; saved are the first one's.
         for model in models.values():
             distribute_bn(model, world.size, reduce=False)
     options: dict[str, Any] = {
@@ -343,13 +343,13 @@ def _evaluate(state: TrainState, loader: Any | None) -> tuple[dict[str, float], 
         'evaluator': iter(evaluators.values()).__next__,
     }
     metrics = evaluate_all(list(models.values()), loader, world.device, **options)
-    found = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
-    if not math.isfinite(found['loss']):
+    results = {prefix + name: each[name] for prefix, each in zip(models, metrics, strict=True) for name in names}
+    if not math.isfinite(results['loss']):
         raise FloatingPointError(
-            f'expected a finite validation loss, got {found["loss"]} after epoch {state.progress.epoch}; '
+            f'expected a finite validation loss, got {results["loss"]} after epoch {state.progress.epoch}; '
             f'the checkpoints are those before it, as far as run.keep goes back; {REMEDY}'
         )
-    return found, evaluators
+    return results, evaluators
 
 
 def _keep_best(state: TrainState, evaluated: dict[str, float], evaluators: dict[str, Any], saver: Saver) -> None:

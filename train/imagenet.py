@@ -28,7 +28,6 @@ EXAMPLE = 'finetune'
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
-from aft_vision.commandline import run_command
 from aft_vision.evaluate import evaluate
 from aft_vision.export import export_model
 from aft_vision.models.checkpoint import load_model, read_checkpoint
@@ -43,6 +42,7 @@ from train.build import (
     resolve_images,
 )
 from train.checkpoint import BEST, Saver, lock_run
+from train.command_line import run_command
 from train.config import load_config
 from train.config_layers import command_line_text
 from train.distributed import World, join_world
@@ -98,7 +98,7 @@ def train_classifier(
     if world.is_primary:
         print(loaders.description)
     state, description = build_state(config, images, loaders, world)
-    # Its weights are those of the model now.
+    # The model has its weights now.
     del images
     start = describe_start(config)
     if world.is_primary and start:
@@ -121,7 +121,7 @@ def evaluate_weights(
     """Evaluate on the validation images, each counted once, and print the weights and the result.
 
     Args:
-        checkpoint: The weights; None for those of the name of the model.
+        checkpoint: The weights; None for the weights of the name of the model.
     """
     model, loader, classes = build_evaluation(config, checkpoint, world)
     if world.is_primary:
@@ -137,8 +137,8 @@ def evaluate_weights(
     )
     if world.is_primary:
         top5 = f'  top-5 {metrics["top5"]:.3f} %' if 'top5' in metrics else ''
-        found = f'top-1 {metrics["top1"]:.3f} %{top5}  loss {metrics["loss"]:.4f}'
-        print(f'{config.model["name"]}: {found}  images {metrics["samples"]:.0f}')
+        line = f'top-1 {metrics["top1"]:.3f} %{top5}  loss {metrics["loss"]:.4f}'
+        print(f'{config.model["name"]}: {line}  images {metrics["samples"]:.0f}')
     return metrics
 
 
@@ -165,9 +165,9 @@ def describe_worst(names: Sequence[str], by_class: Sequence[Sequence[int]], most
         by_class: Images and right predictions of each class; a class without images is left out.
         most: Number of classes that are named.
     """
-    found = [(right / images, -images, name) for name, (images, right) in zip(names, by_class, strict=True) if images]
-    worst = [f'{name} {100 * share:.1f} % of {-images}' for share, images, name in sorted(found)[:most]]
-    return f'; worst classes: {", ".join(worst)}' if len(found) > 1 else ''
+    shares = [(right / images, -images, name) for name, (images, right) in zip(names, by_class, strict=True) if images]
+    worst = [f'{name} {100 * share:.1f} % of {-images}' for share, images, name in sorted(shares)[:most]]
+    return f'; worst classes: {", ".join(worst)}' if len(shares) > 1 else ''
 
 
 if __name__ == '__main__':

@@ -32,7 +32,7 @@ class RunLog:
         self.averages = [f'ema_{name}' for name in state.objective.metrics]
         self.is_primary = state.world.is_primary
         self.writer: Any = None
-        # Every row has all columns: those of earlier rows and those of later ones.
+        # Every row has all columns, of earlier rows and of later ones.
         names = [
             *state.regularization.metrics(),
             *(k.removeprefix('train_') for row in state.progress.history for k in row),
@@ -55,7 +55,9 @@ class RunLog:
         known = {f'eval_{name}' for name in (*state.objective.metrics, *self.averages)}
         for row in state.progress.history:
             row = {name: value for name, value in row.items() if name in known or not name.startswith('eval_')}
-            parts = {kind: {k.removeprefix(kind): v for k, v in row.items() if k.startswith(kind)} for kind in KINDS}
+            parts = {
+                prefix: {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)} for prefix in KINDS
+            }
             self._append(int(row['epoch']), parts['train_'], parts['eval_'])
         if self.steps is not None:
             # Drop rows after the checkpoint and incomplete rows.
@@ -97,10 +99,10 @@ class RunLog:
             return
         self._append(epoch, trained, evaluated)
         if self.writer is not None:
-            for kind, values in (('train', trained), ('eval', evaluated)):
+            for prefix, values in (('train', trained), ('eval', evaluated)):
                 for name, value in values.items():
                     if not math.isnan(value):
-                        self.writer.add_scalar(f'{kind}/{name}', value, update)
+                        self.writer.add_scalar(f'{prefix}/{name}', value, update)
             self.writer.flush()
 
 

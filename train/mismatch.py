@@ -1,21 +1,20 @@
 """The keys of the `model` section in which an experiment differs from the weights that it starts from."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from timm.models import get_model_args
 from torch import Tensor
 
-from aft_vision.files import find_checkpoint
-from aft_vision.models.checkpoint import ForeignFileError, load_model, read_checkpoint
+from aft_vision.models.checkpoint import ForeignFileError, load_model, read_record
 from aft_vision.models.state_dict import find_sizes
 from aft_vision.models.transfer_source import load_source
-from train.model_section import WEIGHT_KEYS, build_on_meta, is_recipe_of_images
+from train.model_section import WEIGHT_KEYS, build_on_meta, is_recipe
 
 # Arguments that the data decide, or that weights are resampled to, and one that an exported folder always states.
-NOT_COMPARED = ('num_classes', 'in_chans', 'img_size', 'context', 'vocab_size', 'device', 'global_pool')
+NOT_COMPARED = ('num_classes', 'in_chans', 'img_size', 'context', 'vocab_size', 'device', 'global_pool', *WEIGHT_KEYS)
 
 
 @contextmanager
@@ -35,52 +34,36 @@ def naming_model_keys(
         # torch and timm raise a RuntimeError for weights that do not fit.
         if not isinstance(error.__cause__, RuntimeError):
             raise
-        found: list[str] = []
+        phrases: list[str] = []
         # The error says more than the reason why its explanation fails.
         with suppress(ValueError, OSError):
-            weights = stated_by_name(model) if start is None else stated_by_file(start)
-            found = differing_keys({**model, **find_sizes(own())}, weights)
-        raise ValueError('; '.join([str(error), *found])) from error
+            start = start or (model.get('pretrained_cfg_overlay') or {}).get('file')
+            phrases = list(_differing_keys({**model, **find_sizes(own())}, _arguments_of(model['name'], start)))
+        raise ValueError('; '.join([str(error), *phrases])) from error
 
 
-def differing_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return a phrase for each argument with another value, the name first; a value that is not stated is a default.
+def _differing_keys(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a phrase for each argument with another value, the name first; a value that is not stated is a default.
 
     If the weights state no name, only their sizes are compared.
     """
-    keys = dict.fromkeys(['name', *theirs, *(ours if 'name' in theirs else ())])
-    kept = [key for key in keys if key in theirs or 'name' in theirs]
-    kept = [key for key in kept if key not in (*NOT_COMPARED, *WEIGHT_KEYS) and not is_recipe_of_images(key)]
-    pairs = {key: (_plain(ours.get(key, 'the default')), _plain(theirs.get(key, 'the default'))) for key in kept}
-    return [
-        f'model.{key} = {here}, where the weights have {there}' for key, (here, there) in pairs.items() if here != there
-    ]
+    for key in dict.fromkeys(['name', *theirs, *ours] if 'name' in theirs else theirs):
+        values = [each.get(key, 'the default') for each in (ours, theirs)]
+        here, there = (list(value) if isinstance(value, tuple) else value for value in values)
+        if key not in NOT_COMPARED and not is_recipe(key) and here != there:
+            yield f'model.{key} = {here}, where the weights have {there}'
 
 
-def stated_by_name(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the name and the sizes of the weights that `model.pretrained` loads."""
-    file = (model.get('pretrained_cfg_overlay') or {}).get('file')
-    if file is not None:
-        return stated_by_file(file)
-    name = model['name']
-    return {'name': name, **find_sizes(build_on_meta({'name': name}).state_dict())}
-
-
-def stated_by_file(checkpoint: str | Path) -> dict[str, Any]:
-    """Return what a checkpoint or an exported folder says of its model, and the sizes of its weights."""
-    place = find_checkpoint(checkpoint)
-    if place.is_file():
-        try:
-            content = read_checkpoint(place)
-        except ForeignFileError:
-            return find_sizes(load_source(place).state_dict)
+def _arguments_of(name: str, start: str | Path | None) -> dict[str, Any]:
+    """Return the arguments of the model of weights: those that its checkpoint states, and the sizes of its tensors."""
+    if start is None:
+        return {'name': name, **find_sizes(build_on_meta({'name': name}).state_dict())}
+    try:
+        content = read_record(start)
+    except ForeignFileError:
+        return find_sizes(load_source(start).state_dict)
+    if content:
         return {'name': content['model_name'], **content['model_kwargs'], **find_sizes(content['state_dict'])}
-    sizes = find_sizes(load_model(checkpoint).state_dict())
-    if not place.is_dir():
-        return {'name': str(checkpoint), **sizes}
-    described = json.loads((place / 'config.json').read_text(encoding='utf-8'))
-    return {'name': described['architecture'], **(described.get('model_args') or {}), **sizes}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    trained = load_model(start)
+    cfg: Any = trained.pretrained_cfg
+    return {'name': cfg['architecture'], **get_model_args(trained), **find_sizes(trained.state_dict())}

@@ -74,8 +74,8 @@ class Objective(ABC):
 
 def _accuracy(row: Mapping[str, float], prefix: str) -> str:
     # Columns of another number of classes are empty.
-    found = [(name, row.get(f'{prefix}{name}', math.nan)) for name in ('top1', 'top5')]
-    return ''.join(f'  {name[:3]}-{name[3:]} {value:.1f} %' for name, value in found if not math.isnan(value))
+    values = [(name, row.get(f'{prefix}{name}', math.nan)) for name in ('top1', 'top5')]
+    return ''.join(f'  {name[:3]}-{name[3:]} {value:.1f} %' for name, value in values if not math.isnan(value))
 
 
 class Classification(Objective):

@@ -25,9 +25,9 @@ EXAMPLE = 'smoke/pixel'
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
-from aft_vision.commandline import run_command
 from aft_vision.data import EvalDataset, PixelDataset, read_cifar10
 from aft_vision.data.pixels import TOKENS
+from train.command_line import run_command
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import PixelConfig
 from train.state import TrainState

@@ -26,8 +26,8 @@ EXAMPLE = 'small/recall'
 if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
-from aft_vision.commandline import run_command
 from aft_vision.data import RecallDataset
+from train.command_line import run_command
 from train.distributed import World
 from train.sequence import Likelihood, SequenceData, run_sequences
 from train.sequence_schema import RecallConfig

@@ -17,12 +17,12 @@ class DataConfig(Source):
     """The images and their batches: the fields of Source, and these.
 
     Attributes:
-        img_size: (H, W) in pixels; null for those of `run.init_from`, otherwise of the model.
+        img_size: (H, W) in pixels; null as for the weights of `run.init_from`, otherwise of the model.
         batch_size: Images per optimizer step, over all processes and accumulation steps.
         eval_batch_size: Images per validation batch; None means as many as the model processes at once in training.
         max_tokens: Limit of the patches of an update, over all processes and accumulation steps: every image keeps its
             own shape, at the largest size with at most `max_tokens / batch_size` patches, in training and in
-            validation; the batches are those of timm's NaFlex. `img_size` is then the grid of position parameters and
+            validation; the batches are timm's NaFlex batches. `img_size` is then the grid of position parameters and
             the size that the exported model names. None for images of `img_size`.
         train_sizes: Sides in pixels of square training images, instead of `img_size`; each update has one of them. None
             for only `img_size`.
@@ -31,10 +31,10 @@ class DataConfig(Source):
         eval_img_size: (H, W) in pixels of the validation images, if different.
         crop_pct: Side of the validation crop relative to the resized image; null as for `img_size`.
         num_workers: Decoding processes per loader.
-        class_weights: `balanced` draws the images of each class equally often in training, those of small classes
+        class_weights: `balanced` draws the images of each class equally often in training, of small classes
             several times in an epoch, as torch's WeightedRandomSampler with the inverse of their number; None draws
             every image once.
-        match_classes: How the classes of weights are compared with those of the data set: by `name`, where both have
+        match_classes: How the classes of weights are compared with the data set's: by `name`, where both have
             names, or only by `place`. Names in another order, or a part of them in evaluation, are put in order; with
             other names evaluation is an error, and training starts with a new classifier.
     """
@@ -140,7 +140,7 @@ class OptimConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """A teacher to learn from in addition to the labels; weights and temperature are those of `timm.task`.
+    """A teacher to learn from in addition to the labels; weights and temperature as in `timm.task`.
 
     Attributes:
         teacher: A model of timm with its weights, or a checkpoint or exported folder of the trainer; None learns only
@@ -148,13 +148,13 @@ class DistillConfig:
         teacher_args: Keyword arguments of a teacher of timm, such as `{pretrained_cfg_overlay: {file: FILE}}` for your
             own weights.
         teacher_weights: A file of weights of a teacher of timm, or an installed package with one such file; tensors
-            with other names are taken in their order if all shapes agree. None for those of its name.
+            with other names are taken in their order if all shapes agree. None for the weights of its name.
         stored: A folder of the teacher's outputs, which train.store_teacher has written, in place of the teacher; None
-            runs the teacher in each update. Crops and flips are those of the folder.
+            runs the teacher in each update. Crops and flips come from the folder.
         kind: Target of the student: the teacher's class (`hard`), its probabilities (`soft`), its pooled features
             (`feature`) or both (`soft_feature`); with `token_hard` and `token_soft` the student's distillation head
-            learns it, and its other head learns the labels; with `blocks` each block of an AFT model learns that of a
-            ViT, without labels.
+            learns it, and its other head learns the labels; with `blocks` each block of an AFT model learns one of
+            a ViT, without labels.
         task_loss_weight: Factor of the loss of the labels; None for 1.
         distill_loss_weight: Factor of the loss of the teacher; None for `1 - task_loss_weight`, or 1 without that.
         temperature: Divides the logits of student and teacher in the soft kinds.
@@ -282,7 +282,7 @@ class RunConfig:
             run.
         keep: Number of latest checkpoints to keep.
         save_minutes: Time between checkpoints within an epoch; None saves only after each epoch.
-        imports: Modules or Python files to import first, such as one with a mixer of yours: those of the file, its base
+        imports: Modules or Python files to import first, such as one with a mixer of yours: of the file, its base
             and the command line, where `--import` adds to them.
         skip_nonfinite: Number of updates to skip whose loss or gradient is not finite; one more ends the run.
         init_from: A checkpoint or exported folder with initial weights; None for the model's own.
@@ -427,9 +427,9 @@ class Config(Experiment):
         )
 
 
-def unknown(key: str, value: Any, valid: Iterable[str], kind: str) -> str:
+def unknown(key: str, value: Any, valid: Iterable[str], expected: str) -> str:
     """Return the message of an error: the value of a key is none of the valid names, and which is meant."""
-    return f'{key} = {value!r} is not {kind}{did_you_mean(str(value), valid)}'
+    return f'{key} = {value!r} is not {expected}{did_you_mean(str(value), valid)}'
 
 
 def require(key: str, value: Any, holds: bool, expected: str) -> None:

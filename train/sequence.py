@@ -260,11 +260,11 @@ def evaluate_split(checkpoint: str | Path, data: SequenceData, split: str, progr
         ValueError: it is not a checkpoint of a decoder, or is one for other sequences.
     """
     model, world = load_decoder(checkpoint, data.world.device), data.world
-    found, expected = (model.context, model.vocab_size), (data.length, data.vocab_size)
-    if found != expected:
+    sizes, expected = (model.context, model.vocab_size), (data.length, data.vocab_size)
+    if sizes != expected:
         raise ValueError(
             f'expected a model of {expected[0]} tokens of {expected[1]} symbols, as the data are, got {checkpoint} '
-            f'with {found[0]} of {found[1]}'
+            f'with {sizes[0]} of {sizes[1]}'
         )
     metrics = evaluate_bits(
         model,

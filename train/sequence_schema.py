@@ -9,22 +9,18 @@ from train.schema import EmaConfig, Experiment, OptimizerConfig, RunConfig, requ
 
 
 @dataclass(frozen=True)
-class PixelData:
-    """The images of CIFAR10 and their batches.
+class BatchData:
+    """The batches of sequences; images for pixels, windows of text for characters.
 
     Attributes:
-        dir: A folder with `cifar-10-batches-py`, this folder, or an .npz with x_train and x_test.
-        batch_size: Images per optimizer step, over all processes and accumulation steps.
-        eval_batch_size: Images per batch of the evaluation; None means as many as the model processes at once in
+        batch_size: Sequences per optimizer step, over all processes and accumulation steps.
+        eval_batch_size: Sequences per batch of the evaluation; None means as many as the model processes at once in
             training.
-        eval_split: Images to evaluate after each epoch and with --eval.
         num_workers: Loading processes; 0 loads in the training process.
     """
 
-    dir: str = ''
-    batch_size: int = within('[1, inf)', 128, 'images')
-    eval_batch_size: int | None = within('[1, inf)', None, 'images')
-    eval_split: Literal['train', 'test'] = 'test'
+    batch_size: int = within('[1, inf)', 128, 'sequences')
+    eval_batch_size: int | None = within('[1, inf)', None, 'sequences')
     num_workers: int = within('[0, 1024]', 0, 'processes')
 
     def __post_init__(self) -> None:
@@ -32,34 +28,40 @@ class PixelData:
 
 
 @dataclass(frozen=True)
-class CharData:
+class PixelData(BatchData):
+    """The images of CIFAR10 and their batches.
+
+    Attributes:
+        dir: A folder with `cifar-10-batches-py`, this folder, or an .npz with x_train and x_test.
+        eval_split: Images to evaluate after each epoch and with --eval.
+    """
+
+    dir: str = ''
+    eval_split: Literal['train', 'test'] = 'test'
+
+
+@dataclass(frozen=True)
+class CharData(BatchData):
     """The text and its batches.
 
     Attributes:
         file: enwik8, text8 or any other file of bytes, plain, .zip or .xz.
         vocabulary: `bytes`, which has 256 symbols, or `text8`, the letters a to z and the space.
         context: Characters in a window, T of the paper.
-        batch_size: Windows per optimizer step, over all processes and accumulation steps.
-        eval_batch_size: Windows per batch of the evaluation; None means as many as the model processes at once in
-            training.
         eval_stride: Characters from one window of the evaluation to the next. Each is predicted once, from at least
             `context - eval_stride` characters before it. None means `context`: windows without overlap.
         eval_split: Text to evaluate after each epoch and with --eval. A run always ends with an evaluation on the test
             text.
-        num_workers: Loading processes; 0 loads in the training process.
     """
 
     file: str = ''
     vocabulary: Literal['bytes', 'text8'] = 'bytes'
     context: int = within('[1, inf)', 1024, 'characters')
-    batch_size: int = within('[1, inf)', 128, 'windows')
-    eval_batch_size: int | None = within('[1, inf)', None, 'windows')
     eval_stride: int | None = within('[1, inf)', None, 'characters')
     eval_split: Literal['train', 'valid', 'test'] = 'valid'
-    num_workers: int = within('[0, 1024]', 0, 'processes')
 
     def __post_init__(self) -> None:
-        check_ranges(self, 'data')
+        super().__post_init__()
         stride = self.eval_stride is None or self.eval_stride <= self.context
         wanted = f'at most data.context, which is {self.context}, or null for windows without overlap'
         require('data.eval_stride', self.eval_stride, stride, wanted)
@@ -69,7 +71,7 @@ class CharData:
 class RecallData(RecallTask):
     """The generated sequences and their batches: the fields of RecallTask, and these.
 
-    Training examples depend on `run.seed`; those of validation and test are the same in every run.
+    Training examples depend on `run.seed`; validation and test examples are the same in every run.
 
     Attributes:
         epoch_size: Examples of an epoch. Every epoch draws new examples; in a small setting they repeat, also across

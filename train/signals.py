@@ -11,9 +11,8 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from aft_vision.commandline import process_number
-from aft_vision.data.imagenet import STOP_SIGNALS
-from train.command_line import program_name
+from aft_vision.data.loaders import STOP_SIGNALS
+from train.command_line import process_number, program_name
 
 
 @contextlib.contextmanager

@@ -195,16 +195,16 @@ class TrainState:
             source: Name of the checkpoint in errors.
 
         Raises:
-            ValueError: the weights are those of another model or kind of distillation, or the other run had another
+            ValueError: the weights belong to another model or kind of distillation, or the other run had another
                 number of updates per epoch or other parameter groups.
         """
         same = {'updates_per_epoch': self.progress.updates_per_epoch, 'batch_size': self.loop.batch_size}
-        found = {**content, 'batch_size': content['config']['data']['batch_size']}
+        saved_values = {**content, 'batch_size': content['config']['data']['batch_size']}
         for name, expected in same.items():
-            if found[name] != expected:
+            if saved_values[name] != expected:
                 raise ValueError(
                     f'expected a checkpoint of a run with {name} = {expected}, as this one has, got {source} with '
-                    f'{found[name]}; the data set and data.batch_size must be the same'
+                    f'{saved_values[name]}; the data set and data.batch_size must be the same'
                 )
         self._check_optimizer(content, source)
         load_matching_state_dict(self.model, content['state_dict'], source)
@@ -237,21 +237,21 @@ class TrainState:
 
     def _check_optimizer(self, content: dict[str, Any], source: str) -> None:
         """Raise a ValueError for the state of another optimizer."""
-        expected, found = (config['optim']['name'] for config in (self.record, content['config']))
-        if found != expected:
+        expected, saved = (config['optim']['name'] for config in (self.record, content['config']))
+        if saved != expected:
             raise ValueError(
                 f'expected a checkpoint of a run with optim.name = {expected}, as this one has, got {source} with '
-                f'{found}; run.init_from starts a new run from its weights'
+                f'{saved}; run.init_from starts a new run from its weights'
             )
 
     def _load_task_state(self, content: dict[str, Any], source: str) -> None:
         """Restore what is trained besides the model: the projection of its features onto a teacher's."""
         saved = content.get('task_state') or {}
-        expected, found = _shapes(self.task.get_task_state()), _shapes(saved)
-        if found != expected:
+        expected, shapes = _shapes(self.task.get_task_state()), _shapes(saved)
+        if shapes != expected:
             raise ValueError(
                 f'expected a checkpoint of a run that trains {expected or "nothing"} next to the model, as '
-                f'distill.kind and distill.teacher of this one say, got {source} with {found or "nothing"}'
+                f'distill.kind and distill.teacher of this one say, got {source} with {shapes or "nothing"}'
             )
         self.task.load_task_state(saved)
         if self.task.has_ema():

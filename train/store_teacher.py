@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,12 +52,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError, Preprocessing, create_eval_loader
 from aft_vision.data.checked import MAX_SKIPPED_IN_A_ROW
 from aft_vision.data.datasets import Split, open_train_split, with_evaluation_images
-from aft_vision.data.imagenet import survive_signals
 from aft_vision.data.images import describe_skipped
+from aft_vision.data.loaders import survive_signals
 from aft_vision.data.teacher_outputs import (
     SKIPPED,
     STORED,
@@ -149,9 +148,11 @@ def _print_accuracy(config: Config, teacher: nn.Module, size: int, world: World,
     options: dict[str, Any] = dict(
         amp_dtype=autocast_dtype(config.run.amp, world.device), distributed=world.is_distributed
     )
-    found = evaluate(teacher, loader, world.device, progress=progress and world.is_primary, **options)
+    metrics = evaluate(teacher, loader, world.device, progress=progress and world.is_primary, **options)
     if world.is_primary:
-        print(f'{config.distill.teacher} at {size} px: top-1 {found["top1"]:.2f} % of {found["samples"]:.0f} images')
+        print(
+            f'{config.distill.teacher} at {size} px: top-1 {metrics["top1"]:.2f} % of {metrics["samples"]:.0f} images'
+        )
 
 
 def _store(
@@ -206,16 +207,16 @@ def _store(
 
 
 def _outputs(model: Teacher, images: torch.Tensor, facts: Facts) -> dict[str, np.ndarray]:
-    """Return the arrays of some crops; those of the crops themselves are left out."""
+    """Return the arrays of some crops, without the crops themselves."""
     if facts.features:
         logits, features = model.both(images)
     else:
         logits, features = model(images), None
     logs, classes = logits.double().log_softmax(dim=-1).topk(facts.top_k)
-    found = {'classes': classes.cpu().numpy().astype(np.uint16), 'log_probabilities': logs.half().cpu().numpy()}
+    outputs = {'classes': classes.cpu().numpy().astype(np.uint16), 'log_probabilities': logs.half().cpu().numpy()}
     if features is not None:
-        found['features'] = features.half().cpu().numpy()
-    return found
+        outputs['features'] = features.half().cpu().numpy()
+    return outputs
 
 
 if __name__ == '__main__':

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,7 +35,6 @@ if __name__ == '__main__':
 
 import torch
 
-from aft_vision.commandline import run_command
 from aft_vision.data import Loaders, move
 from aft_vision.devices import synchronize
 from aft_vision.timing import Timing, time_interleaved
@@ -78,7 +77,7 @@ def measure_throughput(state: TrainState, loaders: Loaders, batches: int) -> Thr
         batches: Number of timed batches in each case, after those that the loader has prefetched. A short epoch is
             loaded several times.
     """
-    # Each loading process may have prefetched two batches. timm's loaders contain that of torch.
+    # Each loading process may have prefetched two batches. timm's loaders contain torch's.
     ahead = min(1 + 2 * getattr(loaders.train, 'loader', loaders.train).num_workers, len(loaders.train))
     # Use the whole epoch; training sets its own position later.
     loaders.set_epoch(state.progress.epoch, size=-1)
@@ -102,7 +101,7 @@ def warm_up_ddp(state: TrainState) -> None:
 
     DistributedDataParallel changes the layout of its gradient buckets after the first pass. Three or more processes add
     the elements of a bucket in an order that depends on their positions. Without these passes, the first update of a
-    restarted process would round differently from that of one that was not restarted.
+    restarted process would round differently from one that was not restarted.
     """
     if not state.world.is_distributed:
         return
@@ -185,11 +184,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         loaders = build_loaders(config, images, world)
         state, _ = build_state(config, images, loaders, world)
         throughput = measure_throughput(state, loaders, args.rounds)
-        found = measure_overhead(state, next(iter(loaders.train)), args.rounds)
+        overhead = measure_overhead(state, next(iter(loaders.train)), args.rounds)
         if world.is_primary:
             print(throughput)
-            low, high = found.quartiles
-            print(f'update by the trainer / bare update: {found.ratio:.3f}, quartiles {low:.3f} to {high:.3f}')
+            low, high = overhead.quartiles
+            print(f'update by the trainer / bare update: {overhead.ratio:.3f}, quartiles {low:.3f} to {high:.3f}')
 
 
 if __name__ == '__main__':

@@ -55,10 +55,10 @@ def read_solution(path: Path) -> dict[str, str]:
     """
     with path.open(newline='') as file:
         if path.name == ANNOTATIONS:
-            found = [re.match(r'([^\t]+)\t(n\d{8})\t', line) for line in file]
-            if not found or None in found:
+            matches = [re.match(r'([^\t]+)\t(n\d{8})\t', line) for line in file]
+            if not matches or None in matches:
                 raise ValueError(f'expected lines of an image, its class and its box in {path}, got others')
-            return {PurePosixPath(each[1]).stem: each[2] for each in found if each}
+            return {PurePosixPath(each[1]).stem: each[2] for each in matches if each}
         rows = csv.DictReader(file)
         if not {'ImageId', 'PredictionString'} <= set(rows.fieldnames or ()):
             raise ValueError(f'expected the columns ImageId and PredictionString in {path}, got {rows.fieldnames}')
@@ -126,7 +126,7 @@ def sort_validation(folder: Path, labels: Labels) -> int:
 
 @contextmanager
 def _opened(archive: Path, content: IO[bytes] | None = None) -> Iterator[tarfile.TarFile]:
-    """Open a tar file; `content` is that of one inside another."""
+    """Open a tar file; `content` is the content of one inside another."""
     try:
         with tarfile.open(archive, 'r:', content, tarinfo=StrictTarInfo) as file:
             yield file
@@ -134,14 +134,14 @@ def _opened(archive: Path, content: IO[bytes] | None = None) -> Iterator[tarfile
         raise ValueError(f'expected a whole tar file, got {archive}: {error}') from error
 
 
-def _match(names: Iterable[str], labels: Labels, place: Path) -> dict[str, str]:
+def _match(names: Iterable[str], labels: Labels, folder: Path) -> dict[str, str]:
     """Return the class of each image by its name."""
     names = sorted(names)
     if len(names) != len(labels):
-        raise ValueError(f'expected {len(labels)} validation images in {place}, as have a class, got {len(names)}')
+        raise ValueError(f'expected {len(labels)} validation images in {folder}, as have a class, got {len(names)}')
     if isinstance(labels, Sequence):
         return dict(zip(names, labels, strict=True))
-    _check_equal(f'validation images in {place}', [PurePosixPath(name).stem for name in names], labels)
+    _check_equal(f'validation images in {folder}', [PurePosixPath(name).stem for name in names], labels)
     return {name: labels[PurePosixPath(name).stem] for name in names}
 
 
@@ -171,9 +171,9 @@ def _names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if not is_hidden(path.name)]
 
 
-def _check_equal(what: str, found: Iterable[str], wanted: Iterable[str]) -> None:
-    missing, others = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+def _check_equal(what: str, names: Iterable[str], wanted: Iterable[str]) -> None:
+    missing, others = sorted(set(wanted) - set(names)), sorted(set(names) - set(wanted))
     if missing or others:
         raise ValueError(
-            f'expected {len(set(wanted))} {what}, got {len(set(found))}; missing: {missing[:5]}, others: {others[:5]}'
+            f'expected {len(set(wanted))} {what}, got {len(set(names))}; missing: {missing[:5]}, others: {others[:5]}'
         )

@@ -139,9 +139,9 @@ def _read_zip(path: Path) -> bytes:
 
 
 def _check_published(content: bytes, expected: str, path: Path) -> None:
-    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if found != expected:
+    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if md5 != expected:
         raise ValueError(
-            f'expected {path} to hold {path.stem} as published, whose md5 is {expected}, got one with the md5 {found}; '
+            f'expected {path} to hold {path.stem} as published, whose md5 is {expected}, got one with the md5 {md5}; '
             'give another text another name'
         )

@@ -43,8 +43,8 @@ def naming(image: Callable[[], str]) -> Iterator[None]:
     except (CorruptImageError, TransformError):
         raise
     except Exception as error:
-        kind = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
-        raise TransformError(f'{image()}: {kind}{error}') from error
+        prefix = '' if isinstance(error, ValueError) else f'{type(error).__name__}: '
+        raise TransformError(f'{image()}: {prefix}{error}') from error
 
 
 class ImageData:
@@ -139,7 +139,7 @@ class CheckedDataset(ImageData, Dataset, ABC):
         """Return the name of an image for errors, which is its path if it has one."""
 
     def key_of(self, index: int) -> str:
-        """Return the name of an image within the data set, wherever that is; without one its place among all."""
+        """Return the name of an image within the data set, wherever that is; without one its index."""
         return f'{index} of {len(self)}'
 
 
@@ -187,10 +187,10 @@ class TorchvisionDataset(CheckedDataset):
         # Data sets of image files.
         if hasattr(dataset, 'loader'):
             dataset.loader = self.open_image
-        found = getattr(dataset, 'targets', getattr(dataset, 'labels', None))
-        if found is not None:
+        labels = getattr(dataset, 'targets', getattr(dataset, 'labels', None))
+        if labels is not None:
             # numpy warns about tensors.
-            self.targets = np.array(found.tolist() if isinstance(found, torch.Tensor) else found)
+            self.targets = np.array(labels.tolist() if isinstance(labels, torch.Tensor) else labels)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -1,4 +1,4 @@
-"""Names of classes: those of a model, and their comparison with those of a data set."""
+"""Names of the classes of a model, and their comparison with the classes of a data set."""
 
 import re
 import unicodedata
@@ -19,29 +19,29 @@ def normal_name(name: str) -> str:
 
 
 def match_classes(trained: Sequence[str], wanted: Sequence[str]) -> list[int | None]:
-    """Return the place among trained classes of each wanted one, None for another class; no place is that of two.
+    """Return the index among trained classes of each wanted one, None for another class; no index is returned twice.
 
     Accents count in either form of Unicode. A synset of ImageNet (n01440764) is the same class as its words (`tench,
     Tinca tinca`), the first of them, and that with the synset (`crane (n03126707)`), which are also equal to each other
     unless another class has exactly the wanted name.
     """
-    exact = _places([[normal_name(name)] for name in trained])
-    found = [exact.get(normal_name(name), []) for name in wanted]
-    if not all(found):
-        of_synsets = _places([_synsets_of(name) for name in trained])
-        found = [
-            places or sorted({place for key in _synsets_of(name) for place in of_synsets.get(key, ())})
-            for name, places in zip(wanted, found, strict=True)
+    exact = _indices([[normal_name(name)] for name in trained])
+    matches = [exact.get(normal_name(name), []) for name in wanted]
+    if not all(matches):
+        of_synsets = _indices([_synsets_of(name) for name in trained])
+        matches = [
+            others or sorted({other for key in _synsets_of(name) for other in of_synsets.get(key, ())})
+            for name, others in zip(wanted, matches, strict=True)
         ]
-    # Some words are those of two classes, such as crane, which their place tells apart.
+    # Two classes may have the same words, such as crane; their index tells them apart.
     if len(trained) == len(wanted):
-        found = [[index] if index in places else places for index, places in enumerate(found)]
-    claims = Counter(places[0] for places in found if len(places) == 1)
+        matches = [[index] if index in others else others for index, others in enumerate(matches)]
+    claims = Counter(others[0] for others in matches if len(others) == 1)
     return [
-        places[0]
-        if len(places) == 1 and (claims[places[0]] == 1 or _is_own(trained, wanted, places[0], index))
+        others[0]
+        if len(others) == 1 and (claims[others[0]] == 1 or _is_own(trained, wanted, others[0], index))
         else None
-        for index, places in enumerate(found)
+        for index, others in enumerate(matches)
     ]
 
 
@@ -73,7 +73,7 @@ def class_names(model: Any) -> list[str]:
 def in_words(labels: Sequence[str]) -> list[str]:
     """Return labels of classes as they are or, if all are identifiers of ImageNet such as n01440764, their words.
 
-    Of several words for a class the first is taken. One that is that of two classes, or of a class outside ImageNet-1k,
+    Of several words for a class the first is taken. A word of two classes, or of a class outside ImageNet-1k,
     which `match_classes` does not know by its words, is followed by the identifier.
     """
     if not all(re.fullmatch(r'n\d{8}', label) for label in labels):
@@ -91,20 +91,20 @@ def in_words(labels: Sequence[str]) -> list[str]:
     ]
 
 
-def _is_own(trained: Sequence[str], wanted: Sequence[str], place: int, index: int) -> bool:
-    # Of several wanted classes that a place may be, the one of its name, else the one at its place.
+def _is_own(trained: Sequence[str], wanted: Sequence[str], other: int, index: int) -> bool:
+    # Of several wanted classes that a trained one may be, take the one with its name, else the one with its index.
     names = [normal_name(name) for name in wanted]
-    named = normal_name(trained[place])
-    return names.index(named) == index if named in names else len(trained) == len(wanted) and place == index
+    named = normal_name(trained[other])
+    return names.index(named) == index if named in names else len(trained) == len(wanted) and other == index
 
 
-def _places(keys: Sequence[Sequence[str]]) -> dict[str, list[int]]:
-    """Return the places of the classes that have each key."""
-    found: dict[str, list[int]] = {}
-    for place, each in enumerate(keys):
+def _indices(keys: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """Return the indices of the classes that have each key."""
+    indices: dict[str, list[int]] = {}
+    for index, each in enumerate(keys):
         for key in each:
-            found.setdefault(key, []).append(place)
-    return found
+            indices.setdefault(key, []).append(index)
+    return indices
 
 
 def list_names(names: Sequence[str], most: int = 3) -> str:
@@ -122,9 +122,9 @@ def _synsets_of(name: str) -> list[str]:
 @cache
 def _synsets() -> dict[str, list[str]]:
     """Return the synsets of ImageNet-1k by their words, all of them and the first."""
-    info, found = ImageNetInfo(), dict[str, list[str]]()
+    info, synsets = ImageNetInfo(), dict[str, list[str]]()
     for synset in info.label_names():
         words = info.label_name_to_description(synset).lower()
         for text in {words, words.partition(',')[0]}:
-            found.setdefault(text, []).append(synset)
-    return found
+            synsets.setdefault(text, []).append(synset)
+    return synsets

@@ -49,7 +49,7 @@ from aft_vision.data.layout import (
     class_folder,
     find_present,
     find_split,
-    find_split_places,
+    find_split_folders,
     find_top,
     missing_split,
     unwrap,
@@ -155,8 +155,8 @@ class Split:
         if self.is_stream:
             return f'a stream of {self.dataset.images} images, {len(self.class_names)} classes'
         targets = self.dataset.targets
-        found = len(self.class_names) if targets is None else len(np.unique(targets))
-        return f'{len(self.dataset)} images, {found} {"class" if found == 1 else "classes"}'
+        number = len(self.class_names) if targets is None else len(np.unique(targets))
+        return f'{len(self.dataset)} images, {number} {"class" if number == 1 else "classes"}'
 
 
 def with_evaluation_images(source: Source) -> Source:
@@ -261,17 +261,17 @@ def _open_any(source: Source, wanted: Sequence[str], seed: int, is_training: boo
     is_whole = source.val_share is not None or tuple(wanted) == (WHOLE,)
     whole = (*TRAIN_SPLITS, source.train_split, *EVAL_SPLITS) if is_whole else None
     if root.is_file() and root.suffix == '.tar':
-        place, split = root, _open_tar(root, names, whole)
+        path, split = root, _open_tar(root, names, whole)
     elif whole is not None and root.is_dir() and not any(find_present(root, name, SUFFIXES) for name in whole):
-        place, split = root, _open_folder(root, undivided=True)
+        path, split = root, _open_folder(root, undivided=True)
     elif tuple(wanted) == (WHOLE,):
         raise ValueError(f'expected a folder or tar file of class folders without splits, got {root}')
     else:
-        place = find_split(root, names, SUFFIXES)
+        path = find_split(root, names, SUFFIXES)
         if is_whole and names == TRAIN_SPLITS and not any(find_present(root, name, SUFFIXES) for name in EVAL_SPLITS):
-            check_no_classes(place)
-        split = OPENERS[place.suffix if place.is_file() else ''](place, source.num_classes)
-    _check_count(source.num_classes, split.class_names, place)
+            check_no_classes(path)
+        split = OPENERS[path.suffix if path.is_file() else ''](path, source.num_classes)
+    _check_count(source.num_classes, split.class_names, path)
     return split
 
 
@@ -286,13 +286,13 @@ def _open_folder(folder: Path, undivided: bool = False) -> Split:
         flat = f'{len(paths)} images without one; {advise_flat(paths)}' if paths else 'none'
         raise ValueError(f'expected one folder per class in {folder}, got {flat}')
     check_sorted(folder, class_folders)
-    places = {each: PurePosixPath(each).relative_to(folder) for each in set(map(os.path.dirname, paths))}
+    folders = {each: PurePosixPath(each).relative_to(folder) for each in set(map(os.path.dirname, paths))}
     split = None if undivided else folder.name
-    if (inner := unwrap(PurePosixPath(), places.values(), class_folders, split)).parts:
+    if (inner := unwrap(PurePosixPath(), folders.values(), class_folders, split)).parts:
         return _open_folder(folder / inner, undivided)
     if undivided:
-        check_no_splits(folder, places.values())
-    labels = {each: next(iter(place.parts), '') for each, place in places.items()}
+        check_no_splits(folder, folders.values())
+    labels = {each: next(iter(inside.parts), '') for each, inside in folders.items()}
     return _make_split(folder, _FolderReader, paths, labels, class_folders, ignored)
 
 
@@ -303,41 +303,41 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
         whole: Names of splits; if none exists, all class folders are opened. None raises an error instead.
     """
     members = _read_members(path)
-    kinds, suffixes = {name: file_kind(name) for name in members}, image_suffixes()
-    _check_members(path, members, kinds)
-    images = [name for name, member in members.items() if not member.isdir() and kinds[name] in suffixes]
+    suffix_of, suffixes = {name: file_kind(name) for name in members}, image_suffixes()
+    _check_members(path, members, suffix_of)
+    images = [name for name, member in members.items() if not member.isdir() and suffix_of[name] in suffixes]
     if not images:
         raise ValueError(f'expected images in class folders in {path}, got none')
-    places = {folder: PurePosixPath(folder) for folder in set(map(os.path.dirname, images))}
+    image_folders = [PurePosixPath(folder) for folder in set(map(os.path.dirname, images))]
     shown = [PurePosixPath(name) for name, member in members.items() if member.isdir() and _is_shown(name)]
-    undivided = wanted is None or (whole is not None and not find_split_places(places.values(), whole))
-    tops = {find_top(places.values())} if undivided else find_split_places(places.values(), wanted or ())
+    undivided = wanted is None or (whole is not None and not find_split_folders(image_folders, whole))
+    tops = {find_top(image_folders)} if undivided else find_split_folders(image_folders, wanted or ())
     if not tops:
-        raise missing_split(f'folder {" or ".join(wanted or ())} of class folders', path, wanted or (), places.values())
+        raise missing_split(f'folder {" or ".join(wanted or ())} of class folders', path, wanted or (), image_folders)
     is_default = whole is not None and wanted == TRAIN_SPLITS and not undivided
-    if is_default and not find_split_places(places.values(), EVAL_SPLITS):
-        check_no_classes_in_tar(path, tops, places.values())
+    if is_default and not find_split_folders(image_folders, EVAL_SPLITS):
+        check_no_classes_in_tar(path, tops, image_folders)
     tops = {
         unwrap(
             top,
-            places.values(),
+            image_folders,
             [each.name for each in shown if each.parent == top != each],
             None if undivided else top.name,
         )
         for top in tops
     }
     if whole is not None and undivided:
-        check_no_splits(path, [place.relative_to(*tops) for place in places.values()])
+        check_no_splits(path, [folder.relative_to(*tops) for folder in image_folders])
     # For each folder the name of its class folder, '' in none of them, None outside the split.
     labels = {folder: class_folder(PurePosixPath(folder), tops) for folder in set(map(os.path.dirname, members))}
     inside = [name for name in members if labels[os.path.dirname(name)] is not None]
-    chosen = [name for name in inside if not members[name].isdir() and kinds[name] in suffixes]
+    chosen = [name for name in inside if not members[name].isdir() and suffix_of[name] in suffixes]
     used = {label for label in map(labels.__getitem__, map(os.path.dirname, chosen)) if label}
     if not used:
         flat = f'{len(chosen)} without one; {advise_flat(chosen)}'
         raise ValueError(f'expected images in class folders of {path}, got {flat}')
     folders = used.union(each.name for each in shown if each.parent in tops and each.name)
-    others = [kinds[name] for name in inside if not members[name].isdir() and kinds[name] not in suffixes]
+    others = [suffix_of[name] for name in inside if not members[name].isdir() and suffix_of[name] not in suffixes]
     split = _make_split(path, partial(_TarReader, members), chosen, labels, [*folders], Counter(others))
     split.dataset.archive = path
     return split
@@ -347,24 +347,24 @@ def _is_shown(folder: str) -> bool:
     return not is_hidden(folder) and PurePosixPath(folder).name != MACOS_FOLDER
 
 
-def _check_members(path: Path, members: Mapping[str, tarfile.TarInfo], kinds: Mapping[str, str]) -> None:
+def _check_members(path: Path, members: Mapping[str, tarfile.TarInfo], suffix_of: Mapping[str, str]) -> None:
     """Raise a ValueError for a link, a sparse file or a tar file among the members that are not hidden."""
     for name, member in members.items():
-        if kinds[name] == HIDDEN:
+        if suffix_of[name] == HIDDEN:
             continue
         # A link may be a class folder, so its suffix does not count.
         if not (member.isdir() or member.isfile()):
             raise ValueError(f'expected files in {path}, got the link {name}; tar --dereference --hard-dereference')
         if member.issparse():
             raise ValueError(f'expected whole files in {path}, got the sparse {name}; tar without --sparse')
-        if member.isfile() and kinds[name] == '.tar':
+        if member.isfile() and suffix_of[name] == '.tar':
             raise ValueError(
                 f'expected images in class folders of {path}, got a tar file of them, {name}: unpack it; {PREPARATION}'
             )
 
 
 def _make_split(
-    place: Path,
+    root: Path,
     make_reader: Callable[..., '_FolderReader'],
     paths: Sequence[str],
     labels: Mapping[str, str | None],
@@ -380,21 +380,21 @@ def _make_split(
     """
     others = f'; ignored: {describe_ignored(ignored)}' if ignored else ''
     if not paths:
-        raise ValueError(f'expected images in the class folders of {place}, got none{others}')
+        raise ValueError(f'expected images in the class folders of {root}, got none{others}')
     labels = {folder: normal_name(label or '') for folder, label in labels.items()}
     class_folders = sorted(set(map(normal_name, class_folders)))
     labelled = [(path, labels[os.path.dirname(path)]) for path in paths]
     outside = [path for path, label in labelled if not label]
     if outside:
-        raise ValueError(f'expected images only in the class folders of {place}, got {min(outside)}')
+        raise ValueError(f'expected images only in the class folders of {root}, got {min(outside)}')
     without_images = sorted(set(class_folders) - {label for _, label in labelled})
     if without_images:
         listed = list_names(without_images, MAX_LISTED)
-        raise ValueError(f'expected images in every class folder of {place}, got none in {listed}{others}')
-    _check_names(class_folders, place)
+        raise ValueError(f'expected images in every class folder of {root}, got none in {listed}{others}')
+    _check_names(class_folders, root)
     names = sorted(class_folders, key=_natural_order)
-    reader = make_reader(place, names, labelled)
-    dataset = CheckedImageDataset(str(place), reader=reader)
+    reader = make_reader(root, names, labelled)
+    dataset = CheckedImageDataset(str(root), reader=reader)
     dataset.targets = np.array([target for _, target in reader.samples])
     nested = min((path for path, label in labelled if normal_name(Path(path).parent.name) != label), default='')
     return Split(dataset, names, describe_ignored(ignored), nested)
@@ -427,8 +427,8 @@ class _FolderReader(ReaderImageFolder):
 
     def __init__(self, root: Path, names: Sequence[str], labelled: Iterable[tuple[str, str]]) -> None:
         self.root, self.class_to_idx = str(root), {name: index for index, name in enumerate(names)}
-        found = ((path, self.class_to_idx[label]) for path, label in labelled)
-        self.samples = sorted(found, key=lambda sample: _natural_order(sample[0]))
+        samples = ((path, self.class_to_idx[label]) for path, label in labelled)
+        self.samples = sorted(samples, key=lambda sample: _natural_order(sample[0]))
 
 
 class _TarReader(_FolderReader):
@@ -461,13 +461,13 @@ def _read_members(path: Path) -> dict[str, tarfile.TarInfo]:
         raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
 
 
-def _check_names(names: Iterable[str], place: Path) -> None:
+def _check_names(names: Iterable[str], path: Path) -> None:
     """Reject class names that differ only in case, which are one folder on some file systems."""
     by_key: dict[str, str] = {}
     for name in names:
         if by_key.setdefault(name.lower(), name) != name:
             raise ValueError(
-                f'expected class names in {place} that differ in more than case, got {by_key[name.lower()]} and {name}'
+                f'expected class names in {path} that differ in more than case, got {by_key[name.lower()]} and {name}'
             )
 
 
@@ -502,7 +502,7 @@ def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: b
 
 
 def _open_hugging_face(reader: Any, source: Source) -> CheckedImageDataset:
-    """Return the data set of timm's reader, with the targets; classes that are words are those of the column."""
+    """Return the data set of timm's reader, with the targets; classes that are words come from the column."""
     dataset = CheckedImageDataset(source.dir, reader=reader)
     key, columns = reader.label_key, reader.dataset.column_names
     try:
@@ -535,13 +535,13 @@ def _check_targets(split: Split, source: Source, name: str) -> None:
     wrong = [i for i, label in enumerate(labels) if not (isinstance(label, int) and 0 <= label < count)]
     if not wrong:
         return
-    found, remedy = labels[wrong[0]], ''
-    if found == count and min(labels) == 1:
+    wrong_label, remedy = labels[wrong[0]], ''
+    if wrong_label == count and min(labels) == 1:
         remedy = f'; data.num_classes={count + 1} reads labels that begin at 1'
-    elif found == -1:
+    elif wrong_label == -1:
         remedy = '; a split without labels cannot be used: data.eval_split names another, data.val_share=0.1 holds out'
     raise ValueError(
-        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {found!r} for image '
+        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {wrong_label!r} for image '
         f'{wrong[0]}{remedy}'
     )
 
@@ -596,9 +596,9 @@ def _downloading_alone() -> Iterator[None]:
         yield
 
 
-def _check_count(num_classes: int | None, classes: Sequence[Any], place: str | Path) -> None:
+def _check_count(num_classes: int | None, classes: Sequence[Any], source: str | Path) -> None:
     if num_classes not in (None, len(classes)):
-        raise ValueError(f'expected {len(classes)} classes, as in {place}, got {num_classes}')
+        raise ValueError(f'expected {len(classes)} classes, as in {source}, got {num_classes}')
 
 
 def _known_class_names(dataset: Any, source: Source) -> list[str]:

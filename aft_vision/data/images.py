@@ -124,7 +124,7 @@ def _describe_file(file: str | Path | bytes | IO[bytes]) -> str:
         return str(file)
     if isinstance(file, bytes | bytearray | memoryview):
         return f'{len(file)} bytes'
-    # That of an open file is its path; a temporary file may have a number.
+    # The name of an open file is its path; a temporary file may have a number.
     named = getattr(file, 'name', None)
     return named if isinstance(named, str) else 'a stream'
 
@@ -180,17 +180,17 @@ def _raw_mode(image: Image.Image) -> str:
 
 def _find_losses(image: Image.Image, bits: int, is_high: bool) -> dict[str, str]:
     """Return what an image loses as RGB of 8 bits, by LOSSES, as the ends of sentences after its name."""
-    found = {}
+    losses = {}
     if _is_transparent(image):
-        found['transparency'] = 'has transparent pixels; all are read as opaque'
+        losses['transparency'] = 'has transparent pixels; all are read as opaque'
     bands = getattr(image, 'tag_v2', {}).get(SAMPLES_PER_PIXEL, 0) - image.has_transparency_data
     if image.mode == 'RGBX' or (bands > 3 and image.mode != 'CMYK'):
-        found['bands'] = f'has {max(bands, 4)} bands; only the first three are read, as red, green and blue'
+        losses['bands'] = f'has {max(bands, 4)} bands; only the first three are read, as red, green and blue'
     if bits == 16 and 0 < (largest := _largest_value(image, is_high)) < 4096:
         used = 8 if largest < 256 else 12
         more = '' if image.mode == 'RGB' else f'; data.bits={used}, or --bits {used} of a tool, reads the lower ones'
-        found['bits'] = f'has 16 bits but no value above {largest}, so it is almost black{more}'
-    return found
+        losses['bits'] = f'has 16 bits but no value above {largest}, so it is almost black{more}'
+    return losses
 
 
 def _largest_value(image: Image.Image, is_high: bool) -> int:
@@ -238,9 +238,9 @@ def _to_rgb(image: Image.Image, bits: int, is_high: bool) -> Image.Image:
 def image_suffixes() -> set[str]:
     """Return the suffixes of image files: of all formats that Pillow reads, and those added to timm's."""
     # Registers all of Pillow's formats.
-    kinds = Image.registered_extensions()
+    formats = Image.registered_extensions()
     readable = Image.OPEN.keys() - UNREAD
-    return {*(suffix for suffix, kind in kinds.items() if kind in readable), *get_img_extensions()}
+    return {*(suffix for suffix, name in formats.items() if name in readable), *get_img_extensions()}
 
 
 def file_kind(path: str) -> str:
@@ -255,21 +255,21 @@ def is_hidden(path: str) -> bool:
 
 def find_images(folder: str | Path) -> FoundImages:
     """Find all images below a folder that are not hidden; links are followed except to a parent folder."""
-    found, suffixes = FoundImages([], [], Counter()), image_suffixes()
-    place = Path(folder).resolve()
-    above = frozenset(map(str, (place, *place.parents)))
+    images, suffixes = FoundImages([], [], Counter()), image_suffixes()
+    root = Path(folder).resolve()
+    above = frozenset(map(str, (root, *root.parents)))
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if _enters(entry, above))
-    found.folders.extend(name for name in names if not is_hidden(name) and name != MACOS_FOLDER)
+    images.folders.extend(name for name in names if not is_hidden(name) and name != MACOS_FOLDER)
     for entry in _walk(str(folder), above):
-        kind = file_kind(entry.path[len(str(folder)) :])
+        suffix = file_kind(entry.path[len(str(folder)) :])
         if entry.is_dir():
-            found.ignored[LINK] += 1
-        elif kind in suffixes:
-            found.paths.append(entry.path)
+            images.ignored[LINK] += 1
+        elif suffix in suffixes:
+            images.paths.append(entry.path)
         else:
-            found.ignored[kind] += 1
-    return found
+            images.ignored[suffix] += 1
+    return images
 
 
 def _walk(folder: str, above: frozenset[str]) -> Iterator[os.DirEntry[str]]:
@@ -300,6 +300,6 @@ def describe_ignored(ignored: Mapping[str, int]) -> str:
     """Describe the ignored files by kind: `3 files (2 .txt, 1 .heic)`; '' for none."""
     if not ignored:
         return ''
-    kinds = ', '.join(f'{count} {kind or "without a suffix"}' for kind, count in sorted(ignored.items()))
+    listed = ', '.join(f'{count} {suffix or "without a suffix"}' for suffix, count in sorted(ignored.items()))
     total = sum(ignored.values())
-    return f'{total} file{"s" if total > 1 else ""} ({kinds})'
+    return f'{total} file{"s" if total > 1 else ""} ({listed})'

@@ -41,16 +41,18 @@ class MissingSplitError(ValueError):
     @property
     def keys(self) -> str:
         """Return the remedies as keys of an experiment, as the end of a sentence; '' if there are none."""
-        found = ' '.join(f'data.{key}={value}' for key, value in self.remedies.items())
+        settings = ' '.join(f'data.{key}={value}' for key, value in self.remedies.items())
         share = 'val_share' in self.remedies
-        return f'; {found} {"holds out a tenth of the training images" if share else "reads them"}' if found else ''
+        return (
+            f'; {settings} {"holds out a tenth of the training images" if share else "reads them"}' if settings else ''
+        )
 
 
 def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str]) -> Path:
     """Return the folder or file of the first of `wanted` that is in the data set directory `root`.
 
     Args:
-        suffixes: Those of the files of a split, '' for a folder, the preferred one first.
+        suffixes: Suffixes of the files of a split, '' for a folder, the preferred one first.
 
     Raises:
         ValueError: `root` is missing, not a directory or empty, or has none of the splits.
@@ -60,8 +62,8 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
         raise ValueError(
             f'expected a data set directory with the folders train and val, or a tar file, got {root}, which is not one'
         )
-    found = sorted(path.name for path in root.iterdir())
-    if not found:
+    entries = sorted(path.name for path in root.iterdir())
+    if not entries:
         raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
     for name in wanted:
         present = find_present(root, name, suffixes)
@@ -70,21 +72,23 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
                 others = ' and '.join(path.name for path in present[1:])
                 _logger.warning('%s is read, and not %s next to it', present[0], others)
             return present[0]
-    parents = [root / name / each for name in found for each in _folders(root / name)]
-    files = [root / name / 'a class' for name in found if Path(name).suffix in suffixes[1:]]
-    places = [PurePosixPath(path).relative_to(root) for path in (*parents, *files)]
-    classes = [name for name in found if _has_images(root / name)]
-    raise missing_split(f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, places, found, classes)
+    parents = [root / name / each for name in entries for each in _folders(root / name)]
+    files = [root / name / 'a class' for name in entries if Path(name).suffix in suffixes[1:]]
+    image_folders = [PurePosixPath(path).relative_to(root) for path in (*parents, *files)]
+    classes = [name for name in entries if _has_images(root / name)]
+    raise missing_split(
+        f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, image_folders, entries, classes
+    )
 
 
 def find_present(root: Path, name: str, suffixes: Sequence[str]) -> list[Path]:
     """Return the folder and the files of a split; those first that have its name in the same case."""
-    found = []
+    present = []
     for path in root.iterdir():
         stem, suffix = (path.name, '') if path.is_dir() else (path.stem, path.suffix)
         if stem.lower() == name.lower() and suffix in suffixes and not _is_class(path):
-            found.append((stem != name, suffixes.index(suffix), path))
-    return [path for *_, path in sorted(found)]
+            present.append((stem != name, suffixes.index(suffix), path))
+    return [path for *_, path in sorted(present)]
 
 
 def _is_class(folder: Path) -> bool:
@@ -110,15 +114,17 @@ def check_no_classes(split: Path) -> None:
     _refuse_classes(split, others, f'data.dir={split}, or --data {split} of a tool, reads its folders as the classes')
 
 
-def check_no_classes_in_tar(path: Path, splits: Iterable[PurePosixPath], places: Collection[PurePosixPath]) -> None:
+def check_no_classes_in_tar(
+    path: Path, splits: Iterable[PurePosixPath], image_folders: Collection[PurePosixPath]
+) -> None:
     """Raise a ValueError as `check_no_classes`, for folders of a tar file.
 
     Args:
-        places: The folders with images.
+        image_folders: The folders with images.
     """
     for split in splits:
-        next_to = [place for place in places if split.parent in place.parents]
-        others = _without_splits(place.relative_to(split.parent).parts[0] for place in next_to)
+        next_to = [inside for inside in image_folders if split.parent in inside.parents]
+        others = _without_splits(inside.relative_to(split.parent).parts[0] for inside in next_to)
         _refuse_classes(f'{split} in {path}', sorted(others), 'a tar file of it alone has its folders as the classes')
 
 
@@ -154,27 +160,27 @@ def missing_split(
     expected: str,
     root: Path,
     wanted: Sequence[str],
-    places: Collection[PurePosixPath],
-    found: Sequence[str] | None = None,
+    image_folders: Collection[PurePosixPath],
+    entries: Sequence[str] | None = None,
     classes: Iterable[str] | None = None,
 ) -> ValueError:
     """Return the error of a missing split; a MissingSplitError unless one of another name was asked for.
 
     Args:
         expected: The split that is missing.
-        places: Folders that may be classes.
-        found: Names of the files in `root`; those of the folders with classes by default.
-        classes: Names of the folders in `root` with images or folders; the outermost of `places` by default.
+        image_folders: Folders that may be classes.
+        entries: Names of the files in `root`; by default of the folders with classes.
+        classes: Names of the folders in `root` with images or folders; the outermost of `image_folders` by default.
     """
-    names = sorted({place.parent.name for place in places if place.parent.name})
-    flat = [name for name in wanted if any(each.lower() == name for each in found or ())]
+    names = sorted({path.parent.name for path in image_folders if path.parent.name})
+    flat = [name for name in wanted if any(each.lower() == name for each in entries or ())]
     note = f'; {flat[0]} there has images and no folders, so it is a class' if flat else ''
-    listed = list_names(names if found is None else found, MAX_LISTED) or 'none'
+    listed = list_names(names if entries is None else entries, MAX_LISTED) or 'none'
     message = f'expected a {expected} in {root}, got only {listed}{note}'
     if tuple(wanted) not in (EVAL_SPLITS, TRAIN_SPLITS):
         return ValueError(message)
     remedies = _remedies(names)
-    tops = {place.parts[0] for place in places if place.parts} if classes is None else {*classes}
+    tops = {path.parts[0] for path in image_folders if path.parts} if classes is None else {*classes}
     splits = tops & {*names} - _without_splits(names)
     # A class may have the name of a split, and folders.
     if splits and _without_splits(tops) and remedies.keys() <= {'val_share'}:
@@ -186,82 +192,82 @@ def missing_split(
 
 def _remedies(names: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a Source that read a data set whose folders with folders have these names."""
-    found: dict[str, Any] = {}
+    remedies: dict[str, Any] = {}
     usual = {'train_split': TRAIN_SPLITS, 'eval_split': EVAL_SPLITS}
     present = {key: any(name.lower() in usual[key] for name in names) for key in usual}
     for key, pattern in SIMILAR.items():
         similar = [name for name in names if pattern.search(name.lower())]
         if not present[key] and similar:
-            found[key] = min(similar, key=lambda name: ('val' not in name.lower(), name))
-    if present['eval_split'] or 'eval_split' in found:
-        return found if present['train_split'] or 'train_split' in found else {}
-    return {**found, 'val_share': 0.1}
+            remedies[key] = min(similar, key=lambda name: ('val' not in name.lower(), name))
+    if present['eval_split'] or 'eval_split' in remedies:
+        return remedies if present['train_split'] or 'train_split' in remedies else {}
+    return {**remedies, 'val_share': 0.1}
 
 
-def find_split_places(places: Collection[PurePosixPath], wanted: Sequence[str]) -> set[PurePosixPath]:
+def find_split_folders(image_folders: Collection[PurePosixPath], wanted: Sequence[str]) -> set[PurePosixPath]:
     """Return the folders of the first of `wanted` that has class folders, at any depth.
 
     Args:
-        places: The folders with images.
+        image_folders: The folders with images.
     """
-    top = find_top(places)
-    inner = {above for place in places for above in place.parents}
+    top = find_top(image_folders)
+    inner = {above for path in image_folders for above in path.parents}
     splits = {*TRAIN_SPLITS, *EVAL_SPLITS, *wanted}
     # A class in another split may be called as the wanted one.
-    outer = {place for place in inner if not any(p.name.lower() in splits for p in place.parents if top in p.parents)}
+    outer = {path for path in inner if not any(p.name.lower() in splits for p in path.parents if top in p.parents)}
     for name in wanted:
-        found = [place for place in outer if place.name.lower() == name.lower()]
-        exact = {place for place in found if place.name == name}
-        if found:
-            return {place for place in exact or found if not set(place.parents) & {*found}}
+        folders = [path for path in outer if path.name.lower() == name.lower()]
+        exact = {path for path in folders if path.name == name}
+        if folders:
+            return {path for path in exact or folders if not set(path.parents) & {*folders}}
     return set()
 
 
-def find_top(places: Collection[PurePosixPath]) -> PurePosixPath:
+def find_top(image_folders: Collection[PurePosixPath]) -> PurePosixPath:
     """Return the folder of the outermost class folders of a data set without splits.
 
     Args:
-        places: The folders with images.
+        image_folders: The folders with images.
     """
-    top = PurePosixPath(os.path.commonpath([str(PurePosixPath('/', place)) for place in places])).relative_to('/')
-    return top.parent if set(places) == {top} else top
+    top = PurePosixPath(os.path.commonpath([str(PurePosixPath('/', path)) for path in image_folders])).relative_to('/')
+    return top.parent if set(image_folders) == {top} else top
 
 
 def unwrap(
-    top: PurePosixPath, places: Iterable[PurePosixPath], folders: Iterable[str], split: str | None
+    top: PurePosixPath, image_folders: Iterable[PurePosixPath], folders: Iterable[str], split: str | None
 ) -> PurePosixPath:
     """Return the folder of class folders at or below `top`: an only folder that has only folders wraps them.
 
     Args:
-        places: The folders with images.
+        image_folders: The folders with images.
         folders: Names of the folders in `top`.
         split: The name of `top` if it is a split, whose wrapper has the same name: another only folder is a class.
     """
-    below = [place for place in places if top in (place, *place.parents)]
+    below = [path for path in image_folders if top in (path, *path.parents)]
     inner = find_top(below) if below else top
-    names = {*folders, *(place.relative_to(top).parts[0] for place in below if place != top)}
+    names = {*folders, *(path.relative_to(top).parts[0] for path in below if path != top)}
     removed = inner.relative_to(top).parts if top in inner.parents else ()
     is_wrapper = split is None or all(name.lower() == split.lower() for name in removed)
     return inner if len(names) == 1 and removed and is_wrapper else top
 
 
-def class_folder(place: PurePosixPath, tops: Collection[PurePosixPath]) -> str | None:
+def class_folder(path: PurePosixPath, tops: Collection[PurePosixPath]) -> str | None:
     """Return the name of the class folder of a folder: the first below one of `tops`; '' for that, None outside."""
-    for top in (place, *place.parents):
+    for top in (path, *path.parents):
         if top in tops:
-            return next(iter(place.relative_to(top).parts), '')
+            return next(iter(path.relative_to(top).parts), '')
     return None
 
 
-def check_no_splits(root: Path, places: Iterable[PurePosixPath]) -> None:
+def check_no_splits(root: Path, image_folders: Iterable[PurePosixPath]) -> None:
     """Raise a MissingSplitError if the outermost folders look like splits and not like classes.
 
     Args:
-        places: The folders with images, relative to `root`.
+        image_folders: The folders with images, relative to `root`.
     """
     inner: dict[str, set[str]] = {}
-    for place in places:
-        name, *rest = place.parts or ('',)
+    for path in image_folders:
+        name, *rest = path.parts or ('',)
         inner.setdefault(name, set()).update(rest[:1])
     for name in inner:
         twins = [other for other in inner if other != name and inner[other] and inner[other] == inner[name]]

@@ -60,9 +60,9 @@ def read_cifar10(path: str | Path, split: str) -> np.ndarray:
         raise ValueError(f'expected the split train or test, got {split!r}')
     if path.is_file():
         return _check_images(_read_npz(path, f'x_{split}'), path)
-    for place in (path, path / CIFAR10.base_folder):
-        if place.name == CIFAR10.base_folder and place.is_dir():
-            return _read_python(place, split)
+    for folder in (path, path / CIFAR10.base_folder):
+        if folder.name == CIFAR10.base_folder and folder.is_dir():
+            return _read_python(folder, split)
     raise ValueError(
         f'expected CIFAR10 in {path}: {CIFAR10.base_folder} or an .npz, got '
         f'{"none of them" if path.exists() else "nothing of this name"}'
@@ -103,11 +103,11 @@ def _read_npz(path: Path, name: str) -> np.ndarray:
     return images
 
 
-def _check_images(images: np.ndarray, place: Path) -> np.ndarray:
+def _check_images(images: np.ndarray, source: Path) -> np.ndarray:
     if images.shape[1:] != SHAPE:
-        raise ValueError(f'expected images of shape {SHAPE} in {place}, got {images.shape[1:]}')
+        raise ValueError(f'expected images of shape {SHAPE} in {source}, got {images.shape[1:]}')
     if images.dtype != np.uint8:
-        raise ValueError(f'expected images of uint8 in {place}, got {images.dtype}')
+        raise ValueError(f'expected images of uint8 in {source}, got {images.dtype}')
     if not len(images):
-        raise ValueError(f'expected at least 1 image in {place}, got 0')
+        raise ValueError(f'expected at least 1 image in {source}, got 0')
     return images

@@ -18,16 +18,16 @@ CHUNK = 1000
 class RecallTask:
     """The sequences of a setting: pairs of a key and its value, then each key once more, as a query.
 
-    The token after a query is its answer, the value. It is a target only: in the sequence its place holds the filler,
-    as in Zoology, so that earlier answers do not narrow down the later ones.
+    The token after a query is its answer, the value. It is a target only: in the sequence its position holds the
+    filler, as in Zoology, so that earlier answers do not narrow down the later ones.
 
     Attributes:
         pairs: Pairs of a key and a value, the first tokens of a sequence; no key or value occurs twice in them.
         context: Tokens of a sequence, at least four for each pair.
         vocab_size: Symbols, an even number: 0 is the filler, the others below the middle are keys, the rest are values.
-        power: Exponent a of the places of the queries: the i-th of those after the pairs, from 1, is drawn with a
+        power: Exponent a of the positions of the queries: the i-th of those after the pairs, from 1, is drawn with a
             probability proportional to i^(a - 1), each at most once; 1 is uniform. With four tokens for each pair all
-            are drawn. Which key is at which place is uniform, so that places alone tell nothing about an answer.
+            are drawn. Which key is where is uniform, so that positions tell nothing about an answer.
     """
 
     pairs: int = within('[1, inf)', 4, 'pairs')
@@ -68,7 +68,7 @@ class RecallTask:
         tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
         slots = (self.context - 2 * pairs) // 2
         queries = 2 * (pairs + _draw(rngs[2], count, (self.power - 1) * np.log(np.arange(1, slots + 1)), pairs))
-        # Likely places are drawn first: in this order they would tell which key is asked for.
+        # Likely positions are drawn first: in this order they would tell which key is asked for.
         order = _draw(rngs[3], count, np.zeros(pairs), pairs)
         np.put_along_axis(tokens, queries, np.take_along_axis(keys, order, 1), 1)
         np.put_along_axis(answers, queries + 1, np.take_along_axis(values, order, 1), 1)
@@ -79,7 +79,7 @@ def _draw(rng: np.random.Generator, count: int, log_weights: np.ndarray, drawn: 
     """Draw `count` times `drawn` different indices (count, drawn) in turn, with probabilities as these weights."""
     parts = []
     for start in range(0, count, CHUNK):
-        # The order of the sums with Gumbel noise is that of draws without replacement.
+        # The order of the sums with Gumbel noise is distributed as draws without replacement.
         noise = rng.gumbel(size=(min(CHUNK, count - start), len(log_weights)))
         parts.append(np.argsort(-(log_weights + noise), axis=1)[:, :drawn])
     return np.concatenate(parts)

@@ -73,8 +73,8 @@ class SizeSchedule:
 class Shard:
     """The shard of a process in the batch of every update and in the evaluation.
 
-    A batch is dealt to the micro-batches in turn, so that the repeats of an image are in different ones. Those of all
-    processes and accumulation steps together are the batch, for any number of them.
+    A batch is dealt to the micro-batches in turn, so that the repeats of an image are in different ones. Together the
+    micro-batches of all processes and accumulation steps are the batch, for any number of them.
 
     Attributes:
         rank, world_size: This process and the number of them.

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from aft_vision.data.imagenet import survive_signals
+from aft_vision.data.loaders import survive_signals
 from aft_vision.data.pixels import PixelAugmentation
 from aft_vision.data.recall import FILLER, RecallTask
 from aft_vision.data.sampling import SAMPLE, Draw, EpochSampler, Shard, derive_seed
@@ -85,7 +85,7 @@ class RecallDataset(Dataset):
     Args:
         split: `train`, indexed by Draw, of which every epoch has examples of its own; `valid` or `test`, indexed by
             number.
-        size: Examples, for training those of an epoch.
+        size: Examples, in training of an epoch.
     """
 
     def __init__(self, task: RecallTask, split: str, size: int, seed: int = 0) -> None:

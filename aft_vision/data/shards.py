@@ -74,7 +74,7 @@ class WebDataset(ImageData, IterableDataset):
     """A split of WebDataset shards, which can only be read in its own order.
 
     Args:
-        place: Name of the split in errors.
+        name: Name of the split in errors.
         files: Its tar files.
         images: Number of images; 0 if it is unknown.
         input_key: Ending of the images, or several with ';' between them; None for any ending of images.
@@ -90,7 +90,7 @@ class WebDataset(ImageData, IterableDataset):
 
     def __init__(
         self,
-        place: str,
+        name: str,
         files: Sequence[ShardFile],
         images: int,
         input_key: str | None,
@@ -98,7 +98,7 @@ class WebDataset(ImageData, IterableDataset):
         is_training: bool,
         seed: int,
     ) -> None:
-        self.place, self.files, self.images, self.target_key = place, files, images, target_key
+        self.name, self.files, self.images, self.target_key = name, files, images, target_key
         self.is_training, self.seed = is_training, seed
         self.shard, self.used = Shard(), images
         # The loading processes see it, which live longer than an epoch.
@@ -137,7 +137,7 @@ class WebDataset(ImageData, IterableDataset):
             )
         if shard.world_size > 1 and not self.is_divisible:
             raise ValueError(
-                f'expected one process for {self.place}, which does not say how many images each of its files has, got '
+                f'expected one process for {self.name}, which does not say how many images each of its files has, got '
                 f'{shard.world_size}; shard_lengths in {INFO_FILES[0]}, the number of images of each file, let '
                 'several processes divide them'
             )
@@ -152,7 +152,7 @@ class WebDataset(ImageData, IterableDataset):
                 '%d instead of data.num_workers=%d processes read %s: each needs a file of its own, and it has %d',
                 files,
                 number,
-                self.place,
+                self.name,
                 len(self.files),
             )
         return min(number, files)
@@ -267,24 +267,24 @@ class WebDataset(ImageData, IterableDataset):
 
     def _read_file(self, url: str) -> Iterator[Sample]:
         """Yield the samples of a file."""
-        stem, found = '', dict[str, tuple[str, bytes]]()
+        stem, members = '', dict[str, tuple[str, bytes]]()
         for name, ending, content in self._members(url):
-            kind = self.kinds[ending]
-            if found and name[: -len(ending)] != stem:
-                yield self._sample(found, url)
-                found = {}
-            if kind in found:
+            part = self.kinds[ending]
+            if members and name[: -len(ending)] != stem:
+                yield self._sample(members, url)
+                members = {}
+            if part in members:
                 raise ValueError(
-                    f'expected one {kind} in each sample, got {found[kind][0]} and {name} in {url}; data.input_key '
+                    f'expected one {part} in each sample, got {members[part][0]} and {name} in {url}; data.input_key '
                     'says which ending the images have'
                 )
-            stem, found[kind] = name[: -len(ending)], (name, content)
-        if found:
-            yield self._sample(found, url)
+            stem, members[part] = name[: -len(ending)], (name, content)
+        if members:
+            yield self._sample(members, url)
 
     def _members(self, url: str) -> Iterator[tuple[str, str, bytes]]:
         """Yield the name, its ending and the content of the members that are images or classes."""
-        place = url
+        position = url
         try:
             with (
                 require_webdataset().gopen(url) as stream,
@@ -293,7 +293,7 @@ class WebDataset(ImageData, IterableDataset):
                 for member in tar:
                     # The headers of all members would stay in memory.
                     tar.members = []  # type: ignore[attr-defined]
-                    place = f'{url}, damaged in or after {member.name}'
+                    position = f'{url}, damaged in or after {member.name}'
                     ending = self._ending(member.name)
                     if not ending or member.isdir() or is_hidden(member.name):
                         continue
@@ -302,21 +302,21 @@ class WebDataset(ImageData, IterableDataset):
                     content: Any = tar.extractfile(member)
                     yield member.name, ending, content.read()
         except (OSError, EOFError, tarfile.TarError) as error:
-            raise CorruptImageError(f'expected a whole tar file, got {place}: {error}') from error
+            raise CorruptImageError(f'expected a whole tar file, got {position}: {error}') from error
 
     def _ending(self, name: str) -> str:
         """Return the longest ending of an image or a class that a name has; '' for other members."""
         return max((ending for ending in self.kinds if name.lower().endswith(ending)), key=len, default='')
 
-    def _sample(self, found: dict[str, tuple[str, bytes]], url: str) -> Sample:
-        if len(found) < len({IMAGE, CLASS}):
-            ((name, _),) = found.values()
+    def _sample(self, members: dict[str, tuple[str, bytes]], url: str) -> Sample:
+        if len(members) < len({IMAGE, CLASS}):
+            ((name, _),) = members.values()
             *_, of_class = self.kinds
             raise ValueError(
                 f'expected an image and its class ({of_class}) in each sample, got only {name} of one in {url}; '
                 'data.input_key says which ending the images have, data.target_key which field of .json the class is'
             )
-        (image, content), (name, label) = found[IMAGE], found[CLASS]
+        (image, content), (name, label) = members[IMAGE], members[CLASS]
         return Sample(f'{image} in {url}', io.BytesIO(content), self._label(label, f'{name} in {url}'))
 
     def _label(self, content: bytes, name: str) -> Any:
@@ -390,7 +390,7 @@ def open_shards(
         input_key, target_key, is_training, seed: As in WebDataset.
 
     Raises:
-        ValueError: there is no such split, or the number of images is not the sum of those of the files.
+        ValueError: there is no such split, or the number of images is not the sum over the files.
         ImportError: webdataset is not installed.
     """
     splits, (name, stated) = _read_splits(root), split_name_and_count(split)
@@ -408,13 +408,13 @@ def open_shards(
     }
     files = [ShardFile(os.path.join(root, file), known.get(file)) for file in names]
     counts = [file.images for file in files if file.images is not None]
-    images, place = stated or info.get('num_samples') or sum(counts), f'the split {name} of {root}'
+    images, described = stated or info.get('num_samples') or sum(counts), f'the split {name} of {root}'
     if len(counts) == len(files) and images != sum(counts):
         raise ValueError(
-            f'expected {sum(counts)} images in {place}, as its shard_lengths sum to, got {images}; correct '
+            f'expected {sum(counts)} images in {described}, as its shard_lengths sum to, got {images}; correct '
             f'{INFO_FILES[0]} or the number in the name of the split'
         )
-    return WebDataset(place, files, images, input_key, target_key or info.get('alt_label'), is_training, seed)
+    return WebDataset(described, files, images, input_key, target_key or info.get('alt_label'), is_training, seed)
 
 
 def _read_splits(root: str) -> dict[str, dict[str, Any]]:

@@ -52,45 +52,45 @@ class StreamLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         stream, made = self.stream, 0
         while True:
-            before, found = made, 0
+            before, read = made, 0
             stream.forget_skipped()
             batches = self._batches()
             for batch in batches:
-                found += len(batch[1])
+                read += len(batch[1])
                 if stream.is_training and len(batch[1]) < (self.batch_size or 1):
                     continue
                 if self._counts_more and made + 1 == len(self):
-                    self._warn_of_more(batches, found)
+                    self._warn_of_more(batches, read)
                 yield batch
                 made += 1
                 if stream.is_training and made == len(self):
                     return
-            self._compare(found)
+            self._compare(read)
             if not stream.is_training:
                 return
             if made == before:
-                raise CorruptImageError(f'expected a batch of images that can be read in {stream.place}, got {found}')
+                raise CorruptImageError(f'expected a batch of images that can be read in {stream.name}, got {read}')
 
-    def _warn_of_more(self, batches: Iterator[Any], found: int) -> None:
+    def _warn_of_more(self, batches: Iterator[Any], read: int) -> None:
         """Warn once if the data set goes on after the number of images that it is said to have."""
         self._counts_more = False
-        place, stated = self.stream.place, self.stream.images
+        name, stated = self.stream.name, self.stream.images
         for batch in batches:
-            found += len(batch[1])
-            if found > stated:
-                _logger.warning('%s has more than the stated %d images; an epoch has only so many', place, stated)
+            read += len(batch[1])
+            if read > stated:
+                _logger.warning('%s has more than the stated %d images; an epoch has only so many', name, stated)
                 return
 
-    def _compare(self, found: int) -> None:
-        """Compare the images of a whole pass with those of the split; at most the skipped ones may be missing."""
-        stream, missing = self.stream, len(self.stream) - found
+    def _compare(self, read: int) -> None:
+        """Compare the images of a whole pass with the split; at most the skipped ones may be missing."""
+        stream, missing = self.stream, len(self.stream) - read
         if not 0 <= missing <= stream.skipped:
             raise ValueError(
-                f'expected {len(stream)} images in {stream.place}, got {found}; correct the number after | in the name '
+                f'expected {len(stream)} images in {stream.name}, got {read}; correct the number after | in the name '
                 'of the split, or its description'
             )
         if missing and not stream.is_training:
-            _logger.warning('skipped: %d of %d images of %s', missing, len(stream), stream.place)
+            _logger.warning('skipped: %d of %d images of %s', missing, len(stream), stream.name)
 
     def _batches(self) -> Iterator[Any]:
         rest: list[Any] = []

@@ -79,7 +79,7 @@ class Facts:
 
     def bytes(self, images: int) -> int:
         """Return the size of all arrays."""
-        return sum(int(np.prod(shape)) * np.dtype(kind).itemsize for shape, kind in self.arrays(images).values())
+        return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self.arrays(images).values())
 
 
 def image_names(split: Split) -> list[str]:
@@ -104,10 +104,10 @@ def image_names(split: Split) -> list[str]:
 
 def hash_weights(model: nn.Module) -> str:
     """Return a hash of the weights and buffers of a model."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        found.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class TeacherOutputs:
@@ -119,7 +119,7 @@ class TeacherOutputs:
     Attributes:
         facts: What it was computed from.
         names: Name of each image.
-        arrays: Those of `Facts.arrays`, in the file.
+        arrays: The arrays of `Facts.arrays`, in the file.
 
     Raises:
         ValueError: the folder does not exist or is damaged.
@@ -137,9 +137,9 @@ class TeacherOutputs:
             raise ValueError(
                 f'expected the outputs of a teacher in {self.folder}, as train.store_teacher writes them, got: {error}'
             ) from error
-        found = {name: (array.shape, str(array.dtype)) for name, array in self.arrays.items()}
-        if found != expected:
-            raise ValueError(f'expected the outputs of a teacher in {self.folder} to be whole, got {found}')
+        stored = {name: (array.shape, str(array.dtype)) for name, array in self.arrays.items()}
+        if stored != expected:
+            raise ValueError(f'expected the outputs of a teacher in {self.folder} to be whole, got {stored}')
 
     @classmethod
     def create(cls, folder: Path, facts: Facts, names: Sequence[str]) -> 'TeacherOutputs':
@@ -161,8 +161,8 @@ class TeacherOutputs:
                 )
             return outputs
         folder.mkdir(parents=True, exist_ok=True)
-        for name, (shape, kind) in facts.arrays(len(names)).items():
-            np.lib.format.open_memmap(folder / f'{name}.npy', mode='w+', dtype=kind, shape=shape).flush()
+        for name, (shape, dtype) in facts.arrays(len(names)).items():
+            np.lib.format.open_memmap(folder / f'{name}.npy', mode='w+', dtype=dtype, shape=shape).flush()
         (folder / NAMES).write_text(json.dumps(names), encoding='utf-8')
         # Its facts make the folder valid.
         with replacing(folder / FACTS) as path:
@@ -189,7 +189,7 @@ class TeacherOutputs:
                     file.write(row.tobytes())
 
     def find(self, split: Split) -> np.ndarray:
-        """Return the place of each image of a split among the stored ones.
+        """Return the row of each image of a split among the stored ones.
 
         Raises:
             ValueError: the split has other images or classes, or the folder is not complete.
@@ -204,30 +204,30 @@ class TeacherOutputs:
                 f'expected the outputs of all {len(self.names)} images in {self.folder}, got those of '
                 f'{len(self.names) - missing}; run train.store_teacher again, which continues'
             )
-        places, names = {name: place for place, name in enumerate(self.names)}, image_names(split)
-        if others := [name for name in names if name not in places]:
+        row_of_name, names = {name: row for row, name in enumerate(self.names)}, image_names(split)
+        if others := [name for name in names if name not in row_of_name]:
             raise ValueError(
                 f'expected images that the teacher has seen in {self.folder}, got {len(others)} others, such as '
                 f'{others[0]}'
             )
-        found = np.array([places[name] for name in names])
-        skipped = found[self.arrays['state'][found] == SKIPPED]
+        rows = np.array([row_of_name[name] for name in names])
+        skipped = rows[self.arrays['state'][rows] == SKIPPED]
         if len(skipped) and split.dataset.on_corrupt == 'raise':
             raise ValueError(
                 f'expected the outputs of every image in {self.folder}, got none of {len(skipped)} that could not be '
                 f'read, such as {self.names[skipped[0]]}; run train.store_teacher again, or set '
                 'data.on_corrupt_image=skip'
             )
-        return found
+        return rows
 
     def cut(self, image: Image.Image, code: int, size: Sequence[int]) -> Image.Image:
         """Return a crop of an image in RGB, resized to (H, W) and flipped as the teacher saw it.
 
         Args:
-            code: Number of the crop among those of all images.
+            code: Number of the crop among the crops of all images.
         """
-        place, crop = divmod(code, self.facts.crops)
-        box, flip = self.arrays['boxes'][place, crop], self.arrays['flips'][place, crop]
+        row, crop = divmod(code, self.facts.crops)
+        box, flip = self.arrays['boxes'][row, crop], self.arrays['flips'][row, crop]
         return cut(image, box, bool(flip), size)
 
 
@@ -235,8 +235,8 @@ def cut(image: Image.Image, box: np.ndarray, flip: bool, size: Sequence[int]) ->
     """Return the crop of a box (top, left, height, width, as fractions) in RGB, resized to (H, W) by bicubic."""
     sides = (image.height, image.width, image.height, image.width)
     top, left, height, width = (round(float(part) * side) for part, side in zip(box, sides, strict=True))
-    found = resized_crop(to_rgb(image), top, left, height, width, list(size), InterpolationMode.BICUBIC)
-    return hflip(found) if flip else found
+    crop = resized_crop(to_rgb(image), top, left, height, width, list(size), InterpolationMode.BICUBIC)
+    return hflip(crop) if flip else crop
 
 
 class TaughtDataset(ScheduledTransformDataset):
@@ -246,7 +246,7 @@ class TaughtDataset(ScheduledTransformDataset):
         dataset: Its own transform is None.
         transforms: One for each size, of a crop.
         sizes: (H, W) in pixels of each.
-        places: Place of each image among those of the outputs.
+        rows: Row of each image in the outputs.
     """
 
     def __init__(
@@ -255,11 +255,11 @@ class TaughtDataset(ScheduledTransformDataset):
         transforms: Sequence[Any],
         sizes: Sequence[tuple[int, int]],
         outputs: TeacherOutputs,
-        places: np.ndarray,
+        rows: np.ndarray,
     ) -> None:
         super().__init__(dataset, transforms)
-        self.sizes, self.outputs, self.places = sizes, outputs, places
-        self.is_stored = self.outputs.arrays['state'][places] == STORED
+        self.sizes, self.outputs, self.rows = sizes, outputs, rows
+        self.is_stored = self.outputs.arrays['state'][rows] == STORED
 
     def __getitem__(self, index: tuple[int, int]) -> tuple[Tensor, int]:
         dataset: Any = self.dataset
@@ -269,8 +269,8 @@ class TaughtDataset(ScheduledTransformDataset):
                 image, _ = dataset[chosen % len(dataset)]
                 if self.is_stored[dataset.last]:
                     break
-        place, crops = int(self.places[dataset.last]), self.outputs.facts.crops
-        code = place * crops + random.randrange(crops)
+        row, crops = int(self.rows[dataset.last]), self.outputs.facts.crops
+        code = row * crops + random.randrange(crops)
         with naming(dataset.name_of_last):
             return self.transforms[index[1]](self.outputs.cut(image, code, self.sizes[index[1]])), code
 

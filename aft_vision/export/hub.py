@@ -23,7 +23,6 @@ from aft_vision.export.verify import Check, channels, smallest_size
 from aft_vision.files import sync_directory
 from aft_vision.models import AFTPyramid, AFTVisionTransformer
 from aft_vision.models.state_dict import StateDictError, check_state_dict
-from aft_vision.models.weight_files import add_checksum
 from aft_vision.sizes import default_size, has_fixed_input_size, record_size, resize_model, takes_any_size
 
 CITATION = """@article{zhai2021attention,
@@ -112,7 +111,7 @@ def export_model(
     Args:
         class_names: Names in the order of the logits.
         data_config: The preprocessing to record: `input_size`, `crop_pct`, `mean`, `std`, `interpolation`.
-        card: Also write a `model_card`, which replaces that of another model in the folder.
+        card: Also write a `model_card`, which replaces another model's in the folder.
 
     Raises:
         ValueError: the model has another number of classes than `class_names`, if there are any, or was changed after
@@ -160,7 +159,7 @@ def export_hub_folder(
         model = resize_model(copy.deepcopy(model), size)
         data_config = {'input_size': (channels(model), *size)}
     results = {}
-    # The last checkpoint of a run has the best accuracy of the run, not that of its weights.
+    # The last checkpoint of a run has the best accuracy of the run, not the accuracy of its weights.
     if checkpoint and 'best_top1' in checkpoint and 'optimizer' not in checkpoint:
         results['Top-1 (validation)'] = f'{checkpoint["best_top1"]:.1f} % after {checkpoint["epoch"]} epochs'
     with _replacing_files(Path(directory)) as folder:
@@ -211,7 +210,7 @@ def image_processor(model: nn.Module, size: tuple[int, int]) -> dict[str, Any] |
     scaled = tuple(math.floor(side / config['crop_pct']) for side in size)
     mode = config.get('crop_mode') or 'center'
     square = mode == 'center' and scaled[0] == scaled[1]
-    # Those of transformers give three channels.
+    # The processors of transformers give three channels.
     if config['input_size'][0] != 3 or config['interpolation'] not in RESAMPLE or not (square or mode == 'squash'):
         return None
     return {
@@ -240,7 +239,7 @@ def model_card(
 
     Args:
         results: Metrics with their conditions: `{'Top-1 (validation, 100 epochs)': '74.8 %'}`.
-        license: Licence of the weights, by the hub's names (`mit`, `apache-2.0`); None takes that of the model's
+        license: Licence of the weights, by the hub's names (`mit`, `apache-2.0`); None takes the one of the model's
             `pretrained_cfg`, or `unknown`.
         data_config: Preprocessing, as in `export_model`.
         files: Names of the folder's files, of which the card explains those for users without this package.
@@ -282,18 +281,18 @@ def _usage(model: nn.Module, files: Collection[str]) -> str:
     if not isinstance(model, AFTVisionTransformer | AFTPyramid):
         return TIMM_USAGE.format(import_aft='', mode=mode).rstrip()
     sizes = 'any height and width' if takes_any_size(model) else 'one image size'
-    found = [CODE_USAGE.format(modeling=MODELING)] if f'{MODELING}.py' in files else []
-    found += [PROCESSOR_USAGE] if 'preprocessor_config.json' in files else []
-    found += [ONNX_USAGE.format(sizes=sizes)] if 'model.onnx' in files else []
+    sections = [CODE_USAGE.format(modeling=MODELING)] if f'{MODELING}.py' in files else []
+    sections += [PROCESSOR_USAGE] if 'preprocessor_config.json' in files else []
+    sections += [ONNX_USAGE.format(sizes=sizes)] if 'model.onnx' in files else []
     if 'model.pt2' in files:
         minimum = ' of at least {} x {} pixels'.format(*smallest_size(model)) if takes_any_size(model) else ''
-        found.append(PT2_USAGE.format(sizes=sizes + minimum))
-    return ''.join([*found, NEEDS_PACKAGE, TIMM_USAGE.format(import_aft=IMPORT_AFT, mode=mode)]).rstrip()
+        sections.append(PT2_USAGE.format(sizes=sizes + minimum))
+    return ''.join([*sections, NEEDS_PACKAGE, TIMM_USAGE.format(import_aft=IMPORT_AFT, mode=mode)]).rstrip()
 
 
 @contextlib.contextmanager
 def _replacing_files(directory: Path) -> Iterator[Path]:
-    # Yield a folder whose files then replace those of an earlier export in the directory; after an error nothing
+    # Yield a folder whose files then replace the files of an earlier export in the directory; after an error nothing
     # changes.
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f'.{directory.name}.', suffix='.tmp', dir=directory.parent))
@@ -303,7 +302,7 @@ def _replacing_files(directory: Path) -> Iterator[Path]:
         written = [file.name for file in temporary.iterdir()]
         for name in written:
             os.replace(temporary / name, directory / name)
-        # Those of an earlier export would be of another model.
+        # The files of an earlier export would be of another model.
         for name in MODEL_FILES.difference(written):
             (directory / name).unlink(missing_ok=True)
     finally:
@@ -343,7 +342,6 @@ def _write_weights(
     _correct_config(folder / 'config.json', license)
     # safetensors 0.8 lets only the owner read what it writes.
     shutil.copymode(folder / 'config.json', folder / 'model.safetensors')
-    add_checksum(folder / 'model.safetensors')
 
 
 def _check_rebuilt(model: nn.Module) -> None:

@@ -113,8 +113,8 @@ def export_pt2(
         model: A classifier of timm or of this package.
         path: Ends in .pt2.
         shape: From `choose_shape`; None makes everything dynamic that can be.
-        aten: Use plain aten operations: loading the file needs no `import aft_vision`, and the numeric range is that of
-            `aft_vision.ops.aten`. Otherwise the file contains the custom operators.
+        aten: Use plain aten operations: loading the file needs no `import aft_vision`, and the numeric range is limited
+            as in `aft_vision.ops.aten`. Otherwise the file contains the custom operators.
         lowering: Of AFT-conv with aten=True to torch operations, 'conv' or 'matmul'.
         tolerance: Limit of the difference from PyTorch, see `Check`.
 
@@ -262,8 +262,8 @@ def _describe_axes(program: Any, model: nn.Module, shape: InputShape) -> None:
             ir.Value(name=constant.name, const_value=constant, shape=constant.shape, type=ir.TensorType(constant.dtype))
         )
     step, kept = (graph.initializers[x.name] for x in (step, kept))
-    found = ir.node('Shape', [images], attributes={'start': 2})
-    patches = ir.node('Div', [found.outputs[0], step])
+    size = ir.node('Shape', [images], attributes={'start': 2})
+    patches = ir.node('Div', [size.outputs[0], step])
     whole = ir.node('Mul', [patches.outputs[0], step])
     # For a side below one patch: 0 would mean the side itself.
     positive = ir.node('Max', [whole.outputs[0], step])
@@ -271,9 +271,9 @@ def _describe_axes(program: Any, model: nn.Module, shape: InputShape) -> None:
     name = f'height_and_width_must_be_multiples_of_{patch[0]}_and_{patch[1]}'
     checked = ir.node('Reshape', [images, target.outputs[0]], name=name)
     ir.convenience.replace_all_uses_with(images, checked.outputs[0])
-    for node in (found, checked):
+    for node in (size, checked):
         node.replace_input_with(0, images)
-    graph.insert_before(graph[0], [found, patches, whole, positive, target, checked])
+    graph.insert_before(graph[0], [size, patches, whole, positive, target, checked])
 
 
 def require_onnx() -> None:

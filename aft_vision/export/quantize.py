@@ -42,8 +42,8 @@ def quantize_onnx(path: str | Path, mode: str, images: Sequence[Tensor] = ()) ->
     with replacing(Path(path)) as temporary:
         _quantize(Path(path), temporary, mode, images[::2])
         after = onnx_runner(temporary, torch.get_num_threads())
-        found = [after(batch).argmax(1) for batch in compared]
-    return (torch.cat(found) == torch.cat(expected)).float().mean().item() if compared else None
+        classes = [after(batch).argmax(1) for batch in compared]
+    return (torch.cat(classes) == torch.cat(expected)).float().mean().item() if compared else None
 
 
 def _quantize(path: Path, out: Path, mode: str, images: Sequence[Tensor]) -> None:

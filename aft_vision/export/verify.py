@@ -69,7 +69,7 @@ def onnx_runner(path: str | Path, threads: int = 0) -> Callable[[Tensor], Tensor
 def grid_steps(model: nn.Module) -> tuple[Size, int]:
     """Return the pixels of a step in height and width, and the least number of steps of a program of any size.
 
-    torch.export makes a constant of a grid of one token, in a pyramid that of its last stage.
+    torch.export makes a constant of a grid of one token, in a pyramid of its last stage.
     """
     patch = getattr(getattr(model, 'patch_embed', None), 'patch_size', None)
     return ((1, 1), getattr(model, 'stride', 1) + 1) if patch is None else (patch, 2)
@@ -98,7 +98,7 @@ def verify(model: nn.Module, shape: InputShape, program: Callable[[Tensor], Tens
 
 
 def check_logits(got: Tensor, expected: Tensor, size: Size, tolerance: float) -> Check:
-    """Compare logits of images of size (H, W) with those of the model.
+    """Compare logits of images of size (H, W) with the model's.
 
     Raises:
         ValueError: they differ by more than the tolerance, or a value is not finite.

@@ -68,7 +68,7 @@ def export_web(
 
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The runtime may be that of this page.
+    # The runtime may be this page's.
     with contextlib.suppress(shutil.SameFileError):
         shutil.copyfile(source, target)
 

@@ -4,11 +4,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModel
 
 from .config import PRESETS, FastformerConfig, Preset
 from .conversion import FastformerConversionConfig, FastformerForConversion
-from .convert import convert_notebook_state_dict
 from .encoder import ENCODERS, create_encoder, register_encoder
 from .hierarchy import FastformerHierarchyConfig
 from .modeling import FastformerForSequenceClassification, FastformerModel, FastformerPreTrainedModel
 from .newsrec import FastformerForNewsRecommendation, FastformerNewsConfig
+from .notebook import convert_notebook_state_dict
 from .seq2seq import FastformerForConditionalGeneration
 from .tokenize import NltkTokenizer, NltkTokenizerConfig, TextTokenizer, TextTokenizerConfig
 

@@ -61,9 +61,9 @@ def additive_pool(x: Tensor, direction: Tensor, mask: Tensor | None = None) -> t
 
 
 def _pool(x: Tensor, direction: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    wide = x.to(direction.dtype)
-    weights = masked_softmax(torch.bmm(direction, wide.mT), mask)
-    return weights, torch.bmm(weights, wide)
+    values = x.to(direction.dtype)
+    weights = masked_softmax(torch.bmm(direction, values.mT), mask)
+    return weights, torch.bmm(weights, values)
 
 
 def is_transformed(*tensors: Tensor) -> bool:
@@ -91,11 +91,11 @@ class _AdditivePool(torch.autograd.Function):
     def backward(ctx: Any, grad_weights: Tensor, grad_mean: Tensor) -> tuple[Tensor | None, ...]:
         x, direction, weights = ctx.saved_tensors
         with maybe_autocast(x.device.type, enabled=False):
-            wide = x.to(direction.dtype)
-            grad = torch.baddbmm(grad_weights, grad_mean, wide.mT)
+            values = x.to(direction.dtype)
+            grad = torch.baddbmm(grad_weights, grad_mean, values.mT)
             grad_scores = weights * (grad - (weights * grad).sum(-1, keepdim=True))
             grad_x = torch.bmm(torch.cat([weights, grad_scores], 1).mT, torch.cat([grad_mean, direction], 1))
-            return grad_x.to(x.dtype), torch.bmm(grad_scores, wide), None
+            return grad_x.to(x.dtype), torch.bmm(grad_scores, values), None
 
 
 class AdditivePooling(nn.Module):
@@ -161,7 +161,7 @@ class FastformerAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the vectors of the scores; the linear layers initialise themselves."""
-        # The fan-in of a head's score: its own channels, or those of all heads.
+        # The fan-in of a head's score: its own channels, or the channels of all heads.
         fans = (self.query_score[0].numel(), len(self.query_score) if self.dense_score else 1)
         for score in (self.query_score, self.key_score):
             draw_weights(score, self.std, *fans)

@@ -1,7 +1,7 @@
 """The baseline Transformers (Fastformer Tables 4 to 7), as encoders of the same model.
 
 All have the layer of transformers' BERT and differ only in its attention. The attentions of the Transformer and of
-Longformer are those of transformers. BigBird's is our own, with the parameter names of transformers: there the last
+Longformer come from transformers. BigBird's is our own, with the parameter names of transformers: there the last
 block of the padded batch is global, so that results depend on padding, evaluation has no random blocks, and every call
 allocates an N x N tensor of weights. Linformer, Linear Transformer and Poolingformer are our own too.
 

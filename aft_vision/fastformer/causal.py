@@ -48,11 +48,11 @@ class PrefixAttention(FastformerAttention):
 class CausalFastformerAttention(PrefixAttention):
     """Causal Fastformer attention: each token sees the tokens up to itself (Fastformer Eq. 3-6 for each prefix).
 
-    With `config.causal='exact'` a token's output is that of `FastformerAttention` on its prefix. All keys of a prefix
+    With `config.causal='exact'` a token's output is `FastformerAttention`'s on its prefix. All keys of a prefix
     interact with its global query, so the time is quadratic in N. With 'streaming' a key interacts only with the global
-    query up to itself. The time is linear and the state has a constant size. The parameters are those of
-    `FastformerAttention`. If the interaction is not the product, the weights of the keys do not depend on the queries,
-    and 'exact' is linear too.
+    query up to itself. The time is linear and the state has a constant size. The parameters are
+    `FastformerAttention`'s. If the interaction is not the product, the weights of the keys do not depend on the
+    queries, and 'exact' is linear too.
     """
 
     def __init__(self, config: FastformerConfig) -> None:

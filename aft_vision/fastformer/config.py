@@ -15,9 +15,9 @@ CHOICES = {
 }
 ATTENTION_FIELDS = ('score', 'interaction', 'share_query_value', 'share_layers', 'share_heads', 'use_output_proj')
 POSITIVE = (
-    *('vocab_size', 'embedding_size', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'intermediate_size'),
-    *('max_position_embeddings', 'pooling_hidden_size', 'decoder_layers', 'max_target_positions'),
-)
+    'vocab_size embedding_size hidden_size num_hidden_layers num_attention_heads intermediate_size '
+    'max_position_embeddings pooling_hidden_size decoder_layers max_target_positions'
+).split()
 # Fields that only one `encoder_mixer` or the decoder reads.
 FIELDS_OF = {
     'fastformer': (*ATTENTION_FIELDS, 'use_residual', 'use_ffn'),
@@ -26,9 +26,7 @@ FIELDS_OF = {
     'bigbird': ('block_size', 'num_global_tokens', 'num_random_tokens'),
     'linformer': ('linformer_dim',),
     'linear_transformer': (),
-    'poolingformer': (
-        *('poolingformer_window', 'poolingformer_second_window', 'poolingformer_kernel', 'poolingformer_stride'),
-    ),
+    'poolingformer': tuple(f'poolingformer_{name}' for name in ('window', 'second_window', 'kernel', 'stride')),
     'decoder': (*ATTENTION_FIELDS, 'decoder_layers', 'causal', 'cross_attention', 'max_target_positions'),
 }
 
@@ -37,7 +35,7 @@ class FastformerConfig(PreTrainedConfig):
     """Configuration of the Fastformer models; all fields are keyword-only and have working defaults.
 
     A field with default None takes the value in parentheses. `FIELDS_OF` lists fields that only some encoders, or the
-    decoder, read; the feed-forward network, norms and residuals of a baseline are those of BERT.
+    decoder, read; the feed-forward network, norms and residuals of a baseline are BERT's.
 
     Args:
         vocab_size: V, rows of the embedding.
@@ -54,8 +52,8 @@ class FastformerConfig(PreTrainedConfig):
             linear layers and scores, and 0.02 for embeddings, so that the global vectors contribute to the output at
             any width; with a small deviation, a product of three maps would almost vanish.
         pooling_hidden_size: width of the tanh layer in the additive pooling of a text.
-        score: input of a head's scores: 'per_head' its own channels (Fastformer Eq. 3, Eq. 5), 'dense' those of all
-            heads (the authors' code).
+        score: input of a head's scores: 'per_head' its own channels (Fastformer Eq. 3, Eq. 5), 'dense' the channels of
+            all heads (the authors' code).
         interaction: interaction of a global vector with a token: 'multiply' (the paper), 'add' or 'concat' (Fastformer
             Fig. 3).
         share_query_value: use the queries as values.
@@ -173,12 +171,12 @@ class FastformerConfig(PreTrainedConfig):
 
         Of the encoders, only the Transformer has several attention implementations.
         """
-        kind = self._attn_implementation
+        attention = self._attn_implementation
         try:
-            self._attn_implementation = kind if self.encoder_mixer == 'transformer' else None
+            self._attn_implementation = attention if self.encoder_mixer == 'transformer' else None
             super().validate()  # type: ignore[misc]
         finally:
-            self._attn_implementation = kind
+            self._attn_implementation = attention
 
     def check(self) -> None:
         """Check the fields; models do so too, as `from_pretrained` sets its arguments after the configuration is made.
@@ -248,7 +246,7 @@ class Preset:
         """Create the configuration of this column.
 
         Args:
-            kind: Its class, such as `FastformerNewsConfig`; a class with `max_behaviors` gets those of the column.
+            kind: Its class, such as `FastformerNewsConfig`; a class with `max_behaviors` gets the number of the column.
             kwargs: Fields, at least `vocab_size`, that complete and override the column.
         """
         fields = {**self.model}

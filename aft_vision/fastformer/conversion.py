@@ -1,7 +1,7 @@
 """Prediction of the user's response to an ad from earlier behaviours (Fastformer Table 8).
 
 One text encoder for ads and behaviours, an embedding of the behaviours' types, a user encoder over both, and a network
-of two layers on [user; ad; user * ad]. The paper only says that the hierarchy is that of news recommendation; the types
+of two layers on [user; ad; user * ad]. The paper only says that the hierarchy is as in news recommendation; the types
 and the network are ours. Positions and LayerNorm are on, which the authors found better for this task.
 
 Shapes: U texts of N tokens, B users, M behaviours of a user, K ads of a user, C hidden size.
@@ -124,15 +124,15 @@ class FastformerForConversion(FastformerHierarchyModel):
             if labels.shape != logits.shape:
                 raise ValueError(f'labels must have the shape of ad, {tuple(ad.shape)}, got {tuple(labels.shape)}')
             # Half precision would round the loss of a confident prediction to 0.
-            wide = accumulate_dtype(logits)
-            expected = labels.to(wide).masked_fill(~shown, 0.0)
-            losses = F.binary_cross_entropy_with_logits(logits.to(wide), expected, shown.to(wide), reduction='sum')
+            dtype = accumulate_dtype(logits)
+            expected = labels.to(dtype).masked_fill(~shown, 0.0)
+            losses = F.binary_cross_entropy_with_logits(logits.to(dtype), expected, shown.to(dtype), reduction='sum')
             loss = losses / shown.sum().clamp(min=1)
         logits = logits.masked_fill(~shown, torch.finfo(logits.dtype).min)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
     def encode_users(self, vectors: Tensor, behaviors: Tensor, behavior_types: Tensor | None = None) -> Tensor:
-        """Encode users to (B, C), zero for users without behaviours; vectors (U, C) are those of the texts."""
+        """Encode users to (B, C), zero for users without behaviours; vectors (U, C) encode the texts."""
         if behavior_types is None:
             behavior_types = torch.zeros_like(behaviors)
         if behaviors.ndim != 2 or behavior_types.shape != behaviors.shape:

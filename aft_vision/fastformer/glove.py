@@ -69,10 +69,10 @@ def read_glove(path: str | Path, words: Iterable[str], dim: int) -> dict[str, np
     """
     wanted = {spelling.encode(): spelling for word in words for spelling in (word, word.lower())}
     vectors: dict[str, np.ndarray] = {}
-    for place, token, numbers in _split_lines(Path(path), dim):
+    for location, token, numbers in _split_lines(Path(path), dim):
         word = wanted.get(token)
         if word is not None and word not in vectors:
-            vectors[word] = _parse_vector(place, numbers)
+            vectors[word] = _parse_vector(location, numbers)
     return vectors
 
 
@@ -91,48 +91,48 @@ def glove_matrix(
         vector = vectors.get(word, vectors.get(word.lower()))
         if vector is not None and row != padding:
             matrix[row], is_drawn[row] = vector, False
-    found = matrix[~is_drawn]
+    known = matrix[~is_drawn]
     if padding is not None:
         is_drawn[padding] = False
     drawn = int(is_drawn.sum())
     generator = np.random.default_rng(seed)
-    if len(found) < 2:
+    if len(known) < 2:
         matrix[is_drawn] = generator.normal(0, DEFAULT_STD, (drawn, dim))
     else:
-        covariance = np.cov(found, rowvar=False).reshape(dim, dim)
-        matrix[is_drawn] = generator.multivariate_normal(found.mean(axis=0), covariance, drawn, method='eigh')
-    return matrix.astype(np.float32), Coverage(len(found), drawn, int(padding is not None))
+        covariance = np.cov(known, rowvar=False).reshape(dim, dim)
+        matrix[is_drawn] = generator.multivariate_normal(known.mean(axis=0), covariance, drawn, method='eigh')
+    return matrix.astype(np.float32), Coverage(len(known), drawn, int(padding is not None))
 
 
 def _find_embedding(model: PreTrainedModel | nn.Embedding) -> nn.Embedding:
-    found = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
-    if not isinstance(found, nn.Embedding):
-        raise ValueError(f'expected a model of transformers or an nn.Embedding, got {type(found).__name__}')
-    return found
+    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
+    if not isinstance(embedding, nn.Embedding):
+        raise ValueError(f'expected a model of transformers or an nn.Embedding, got {type(embedding).__name__}')
+    return embedding
 
 
 def _split_lines(path: Path, dim: int) -> Iterator[tuple[str, bytes, bytes]]:
-    """Stream place, token and numbers of the lines; a token may hold spaces, so lines are split from the right."""
+    """Stream location, token and numbers of the lines; a token may hold spaces, so lines are split from the right."""
     member = _choose_member(path, dim) if path.suffix == '.zip' else None
     for number, line in read_lines(path, member):
         line = line.rstrip(b' \r\n')
         spaces = line.count(b' ')
         if number == 1 and spaces != dim:
             raise ValueError(f'expected a GloVe file of a token and {dim} numbers a line, got {spaces} in {path}')
-        place = f'{path}, line {number}'
+        location = f'{path}, line {number}'
         if spaces < dim:
-            raise ValueError(f'{place}: expected a token and {dim} numbers, got {spaces + 1} fields')
+            raise ValueError(f'{location}: expected a token and {dim} numbers, got {spaces + 1} fields')
         end = line.index(b' ') if spaces == dim else len(line.rsplit(b' ', dim)[0])
-        yield place, line[:end], line[end + 1 :]
+        yield location, line[:end], line[end + 1 :]
 
 
-def _parse_vector(place: str, numbers: bytes) -> np.ndarray:
+def _parse_vector(location: str, numbers: bytes) -> np.ndarray:
     try:
         vector = np.array([float(number) for number in numbers.split(b' ')], dtype=np.float32)
     except ValueError as error:
-        raise ValueError(f'{place}: expected numbers after the token: {error}') from error
+        raise ValueError(f'{location}: expected numbers after the token: {error}') from error
     if not np.isfinite(vector).all():
-        raise ValueError(f'{place}: expected finite numbers after the token')
+        raise ValueError(f'{location}: expected finite numbers after the token')
     return vector
 
 

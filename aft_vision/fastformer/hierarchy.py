@@ -57,7 +57,7 @@ class LanguageModelEncoder(nn.Module):
         super().__init__()
         # None is the fused attention, where the language model has one.
         self.attention = 'eager' if config._attn_implementation == 'eager' else None
-        # In the dtype of the rest of the model, not that of the saved language model.
+        # In the dtype of the rest of the model, not the dtype of the saved language model.
         model = AutoModel.from_config(text_config, dtype=torch.get_default_dtype(), attn_implementation=self.attention)
         self.model: Any = self._without_rest(model)
         self.pooling = AdditivePooling(config, text_config.hidden_size)
@@ -119,7 +119,7 @@ class UserEncoder(nn.Module):
 
     def __init__(self, config: FastformerHierarchyConfig) -> None:
         super().__init__()
-        # Lengths, as of Linformer's projection, are those of a user, not of a text.
+        # Lengths, as of Linformer's projection, count the texts of a user, not the tokens of a text.
         config = copy.copy(config)
         config.max_position_embeddings = config.max_behaviors
         self.max_behaviors = config.max_behaviors
@@ -159,7 +159,7 @@ class UserEncoder(nn.Module):
 
 
 class FastformerHierarchyModel(FastformerPreTrainedModel):
-    """Base of the user models; their token embedding is that of the text encoder.
+    """Base of the user models; their token embedding belongs to the text encoder.
 
     A subclass creates the encoders: the order of creation determines the random initial weights for a seed.
     """

@@ -40,10 +40,10 @@ def ranking_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> d
     Raises:
         ValueError: shapes that do not fit, a score that is NaN, another label, or no impression with both labels.
     """
-    found = impression_metrics(scores, labels, sizes)
-    if not len(found['auc']):
+    metrics = impression_metrics(scores, labels, sizes)
+    if not len(metrics['auc']):
         raise ValueError('expected an impression with a clicked and another candidate, got none')
-    return {name: float(values.mean()) for name, values in found.items()}
+    return {name: float(values.mean()) for name, values in metrics.items()}
 
 
 def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> dict[str, np.ndarray]:
@@ -60,21 +60,21 @@ def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -
     mixed = (clicked > 0) & (clicked < data.sizes)
     with np.errstate(invalid='ignore', divide='ignore'):
         # Impressions that are not mixed are 0 / 0, and left out.
-        found = {
+        metrics = {
             'auc': (total - clicked * (clicked + 1) / 2) / (clicked * (data.sizes - clicked)),
             'mrr': data.sum(data.labels / ranks) / clicked,
         }
         for cutoff in CUTOFFS:
             best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(cutoff) + 2))])
             gained = data.sum(np.where(ranks <= cutoff, gains / np.log2(ranks + 1), 0.0))
-            found[f'ndcg{cutoff}'] = gained / best[np.minimum(clicked, cutoff).astype(np.int64)]
-    return {name: values[mixed] for name, values in found.items()}
+            metrics[f'ndcg{cutoff}'] = gained / best[np.minimum(clicked, cutoff).astype(np.int64)]
+    return {name: values[mixed] for name, values in metrics.items()}
 
 
 def click_loss(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> float:
     """Compute the mean cross-entropy of each click among itself and the unclicked candidates of its impression.
 
-    The arguments are those of `ranking_metrics`. Clicks without other candidates are skipped.
+    Takes the arguments of `ranking_metrics`. Clicks without other candidates are skipped.
 
     Raises:
         ValueError: as `ranking_metrics`.

@@ -84,8 +84,9 @@ def _check_positions(position_ids: Tensor, x: Tensor, limit: int) -> None:
 
 # What accelerate must not divide between devices: layers, and modules that add or multiply what their parts return.
 NO_SPLIT = [
-    *('FastformerEmbeddings', 'FastformerLayer', BaselineLayer.__name__, 'AdditivePooling'),
-    *('DecoderEmbeddings', 'FastformerDecoderLayer', 'UserEncoder', 'ConversionHead'),
+    BaselineLayer.__name__,
+    *'FastformerEmbeddings FastformerLayer AdditivePooling DecoderEmbeddings FastformerDecoderLayer'.split(),
+    *'UserEncoder ConversionHead'.split(),
 ]
 # Arguments of `from_pretrained` about where a file lies.
 HUB_ARGUMENTS = ('cache_dir', 'force_download', 'local_files_only', 'proxies', 'revision', 'subfolder', 'token')
@@ -124,11 +125,11 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
 
         Args:
             pretrained_model_name_or_path: A folder, or a name on the Hugging Face hub.
-            model_args, config, key_mapping, output_loading_info, kwargs: Those of transformers; kwargs may be fields of
+            model_args, config, key_mapping, output_loading_info, kwargs: As in transformers; kwargs may be fields of
                 the config, such as decoder_layers. The model is saved under its own names, whatever key_mapping.
 
         Raises:
-            ValueError: no weight of the file fits, apart from those of the pooling and the head.
+            ValueError: no weight of the file fits, apart from the pooling and the head.
         """
         decoder = _has_decoder(pretrained_model_name_or_path, config, kwargs)
         names = {**(cls._names_with_decoder if decoder else cls._names_without_decoder), **(key_mapping or {})}
@@ -148,7 +149,7 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def needed_classes(self) -> list[Any]:
-        """Return the classes that are needed to load this, except those of a language model."""
+        """Return the classes that are needed to load this, except a language model's."""
         return [type(self), type(self.config), ENCODERS[self.config.encoder_mixer]]
 
     @torch.no_grad()
@@ -301,7 +302,7 @@ class FastformerForSequenceClassification(FastformerPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> SequenceClassifierOutput:
-        """Classify texts; the arguments are those of `FastformerModel`, and labels.
+        """Classify texts; takes the arguments of `FastformerModel`, and labels.
 
         Args:
             labels: (B,) or (B, 1) classes; (B, num_labels) numbers in [0, 1] or booleans for several labels; (B,) or

@@ -69,7 +69,7 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
 
         Args:
             source: A folder, or a name on the Hugging Face hub.
-            kwargs: Passed to `FastformerNewsConfig`; `vocab_size` is that of the language model, if it has one.
+            kwargs: Passed to `FastformerNewsConfig`; `vocab_size` comes from the language model, if it has one.
         """
         text_config = AutoConfig.from_pretrained(source)
         if 'vocab_size' not in kwargs and hasattr(text_config, 'vocab_size'):
@@ -94,7 +94,7 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
             attention_mask: (U, N), 1 or True where a token counts; None: all do.
             history: (B, M) int64, rows of input_ids, what each user clicked, the oldest first; -1 at the end for none.
             candidates: (B, n) int64, rows of input_ids; -1 for none.
-            labels: (B,), the place of the clicked one among the candidates: cross-entropy over them.
+            labels: (B,), the index of the clicked one among the candidates: cross-entropy over them.
 
         Raises:
             ValueError: history or candidates are missing, or of different numbers of users, or labels of an empty

@@ -41,12 +41,12 @@ def lead(text: str, sentences: int = 3) -> str:
     """
     if sentences < 1:
         raise ValueError(f'sentences must be at least 1, got {sentences}')
-    found: list[str] = []
+    first: list[str] = []
     for line in text.splitlines():
-        found += split_sentences(line)
-        if len(found) >= sentences:
+        first += split_sentences(line)
+        if len(first) >= sentences:
             break
-    return '\n'.join(found[:sentences])
+    return '\n'.join(first[:sentences])
 
 
 def _score(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:

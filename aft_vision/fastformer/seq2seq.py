@@ -1,6 +1,6 @@
 """Fastformer for text generation: an encoder, a decoder and a head over the vocabulary (Fastformer Table 6).
 
-`generate` is that of transformers: greedy, beams, sampling.
+`generate` comes from transformers: greedy, beams, sampling.
 """
 
 from collections.abc import Mapping
@@ -110,7 +110,7 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             decoder_input_ids, decoder_inputs_embeds: (B, N) target from its start token; None: the labels, shifted.
             decoder_attention_mask: (B, P + N), P tokens being in the cache.
             encoder_outputs: Output of `encoder`, instead of the source.
-            cache: Tokens so far, without labels; those of this call are added in place.
+            cache: Tokens so far, without labels; the tokens of this call are added in place.
             labels: (B, N), the token after each of decoder_input_ids; -100 where there is no loss.
             use_cache: Return the cache; None: `config.use_cache`, outside training.
             output_hidden_states: Also return the states before, between and after the layers.

@@ -46,7 +46,7 @@ class SavesCode:
         return saved
 
     def needed_classes(self) -> list[Any]:
-        """Return the classes that are needed to load this, except those of a language model."""
+        """Return the classes that are needed to load this, except a language model's."""
         return [type(self)]
 
 

@@ -46,8 +46,8 @@ class TextTokenizer(SavesCode, PreTrainedTokenizerFast):
         return {'truncation': True, **kwargs} if limited else kwargs
 
     def _convert_encoding(self, encoding: Encoding, *args: Any, **kwargs: Any) -> Any:
-        found = encoding if 1 in encoding.attention_mask else self._encode_unknown(len(encoding))
-        return super()._convert_encoding(found, *args, **kwargs)
+        known = encoding if 1 in encoding.attention_mask else self._encode_unknown(len(encoding))
+        return super()._convert_encoding(known, *args, **kwargs)
 
     def _encode_unknown(self, length: int) -> Encoding:
         """Encode one unknown token, padded to this length, or, if the length is 0, to the requested multiple."""

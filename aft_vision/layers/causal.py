@@ -73,7 +73,7 @@ class CausalLocal(AFTLocal, CausalMixer):
 class CausalFull(AFTFull, CausalMixer):
     """Causal AFT-full (AFT Eq. 2): `AFTFull` with a state of all T tokens."""
 
-    # Decoding is that of AFT-local with a window of all T tokens.
+    # Decode as AFT-local with a window of all T tokens.
     init_state = CausalLocal.init_state
     mix_step = CausalLocal.mix_step
     prefill = CausalLocal.prefill
@@ -155,9 +155,9 @@ class CausalAttention(CausalMixer):
             y = self._attend_from(int(state.position), q, k, v, state)
         else:
             # Nothing here depends on a value on the host.
-            place = state.position.view(1)
-            state.keys.index_copy_(2, place, k.to(state.keys.dtype))
-            state.values.index_copy_(2, place, v.to(state.keys.dtype))
+            index = state.position.view(1)
+            state.keys.index_copy_(2, index, k.to(state.keys.dtype))
+            state.values.index_copy_(2, index, v.to(state.keys.dtype))
             # A state may have slots for fewer tokens than the model.
             seen = torch.arange(state.keys.shape[2], device=q.device) <= state.position
             keys, values = (part.to(q.dtype) for part in state[:2])
@@ -268,17 +268,17 @@ def compile_decoder(
 
 
 def _is_compiled(block: nn.Module) -> bool:
-    found = dict(block.named_modules())
+    modules = dict(block.named_modules())
     if not _is_plain(block, (CausalBlock,)) or not all(
-        name in found and _is_plain(found[name], kinds) for name, kinds in COMPILED.items()
+        name in modules and _is_plain(modules[name], types) for name, types in COMPILED.items()
     ):
         return False
-    return found['mlp.act'].approximate == 'none'
+    return modules['mlp.act'].approximate == 'none'
 
 
-def _is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+def _is_plain(module: nn.Module, types: tuple[type[nn.Module], ...]) -> bool:
     # A subclass, a parametrisation, a hook or an overridden function may compute something else.
-    if type(module) not in kinds or module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
+    if type(module) not in types or module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
         return False
     if isinstance(module, LayerNorm):
         return module.weight is not None and module.bias is not None

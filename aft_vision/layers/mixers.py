@@ -176,9 +176,9 @@ class PairMixer(AFTMixer):
     ) -> None:
         super().__init__(dim, dim, device=device, dtype=dtype, **kwargs)
         self.window = num_tokens if window is None else min(window, num_tokens)
-        place: Any = dict(grid=grid, window=window, causal=self.causal, device=device, dtype=dtype)
+        options: Any = dict(grid=grid, window=window, causal=self.causal, device=device, dtype=dtype)
         self.position_bias: FactorizedBias | PairwiseBias = (
-            FactorizedBias(num_tokens, bias_dim, **place) if factorize_bias else PairwiseBias(num_tokens, **place)
+            FactorizedBias(num_tokens, bias_dim, **options) if factorize_bias else PairwiseBias(num_tokens, **options)
         )
         self.reset_parameters()
 
@@ -446,8 +446,8 @@ class AFTOnehot(GridMixer):
         """Return the position bias as a kernel (h, s, s), zero except at the offsets; s grows to include them all."""
         radius = max(int(self.offset.abs().max()), (self.kernel_size or 1) // 2)
         heads, size = len(self.weight), 2 * radius + 1
-        place = (self.offset[:, :1] + radius) * size + self.offset[:, 1:] + radius
-        flat = self.weight.new_zeros(heads, size * size).scatter(1, place, self.weight[:, None])
+        index = (self.offset[:, :1] + radius) * size + self.offset[:, 1:] + radius
+        flat = self.weight.new_zeros(heads, size * size).scatter(1, index, self.weight[:, None])
         return flat.view(heads, size, size)
 
     # None is learned: the other entries of the kernel that was are gone.
@@ -470,7 +470,7 @@ class AFTAxial(GridMixer):
         dim: channels C.
         num_heads: h, which divides dim; keys and biases have one channel per head. None means one head per channel.
         window_size: s of both axes, or (rows, columns), in tokens: distances below s have a bias, those beyond none.
-        standardize_kernel: False trains the raw biases; else those of each axis are standardised (AFT Eq. 8).
+        standardize_kernel: False trains the raw biases; else the biases of each axis are standardised (AFT Eq. 8).
         resample_bias: stretch the biases over all distances of a grid of another size.
         kwargs: of `GridMixer`.
     """
@@ -557,7 +557,7 @@ def shorten_bias(bias: Tensor, tokens: int) -> Tensor:
 
 
 def kernel_rows(kernel: Tensor, grid: tuple[int, int], targets: Tensor, outside: float) -> Tensor:
-    """Return the biases (h, Q, H * W) of targets (Q,) from those of each offset (h, 2a + 1, 2b + 1)."""
+    """Return the biases (h, Q, H * W) of targets (Q,) from the biases of each offset (h, 2a + 1, 2b + 1)."""
     # w[(y, x), (y + dy, x + dx)] = kernel[rows // 2 + dy, columns // 2 + dx].
     (rows, columns), width = kernel.shape[1:], grid[1]
     sources = torch.arange(grid[0] * grid[1], device=kernel.device)

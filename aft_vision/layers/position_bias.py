@@ -39,7 +39,7 @@ class FusedModule(nn.Module):
     """A module whose result depends only on its parameters and can be cached for inference.
 
     Attributes:
-        operator: that of `ops` whose kernels compute weights from the result; '' without one.
+        operator: the one of `ops` whose kernels compute weights from the result; '' without one.
     """
 
     operator: ClassVar[str] = ''
@@ -79,7 +79,7 @@ class FusedModule(nn.Module):
         # A normal tensor even in inference mode, and never the parameter itself.
         with torch.inference_mode(False), torch.no_grad():
             self.fused, self.resized, self.kept = self.compute().clone(), None, {}
-        # A result within a mode, such as that of fake tensors, is computed again outside.
+        # A result within a mode, such as fake tensors, is computed again outside.
         self.fused_from = [] if _in_mode() else self._parameter_versions()
         self.sources = list(self.parameters())
         return self

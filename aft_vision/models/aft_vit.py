@@ -42,16 +42,15 @@ _logger = logging.getLogger(__name__)
 
 # The classes of Imagenette by their identifiers in WordNet: tench, English springer, cassette player, chain saw,
 # church, French horn, garbage truck, gas pump, golf ball, parachute.
-IMAGENETTE = (
-    *('n01440764', 'n02102040', 'n02979186', 'n03000684', 'n03028079'),
-    *('n03394916', 'n03417042', 'n03425413', 'n03445777', 'n03888257'),
+IMAGENETTE = tuple(
+    'n01440764 n02102040 n02979186 n03000684 n03028079 n03394916 n03417042 n03425413 n03445777 n03888257'.split()
 )
 
 
 class AFTVisionTransformer(VisionTransformer):
     """A vision transformer with AFT token mixers (AFT Sec. 5.3).
 
-    With mixer='conv', 'onehot' or 'axial', those of a grid, it takes any input size: no class token, no position
+    With a mixer of a grid ('conv', 'onehot' or 'axial') it takes any input size: no class token, no position
     embedding, average pooling after the final norm. The others keep DeiT's class token and position embedding and a
     fixed size; `dynamic_img_size=True` resamples position embedding and position biases at run time, `set_input_size`
     once.
@@ -112,16 +111,16 @@ class AFTVisionTransformer(VisionTransformer):
         attention_blocks: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        kind = find_mixer(mixer)
-        on_grid, has_positions = kind.on_grid, kind.depends_on_positions()
+        mixer_class = find_mixer(mixer)
+        on_grid, has_positions = mixer_class.on_grid, mixer_class.depends_on_positions()
         class_token = (not on_grid) if class_token is None else class_token
-        _check_arguments(kind, num_heads, class_token, dynamic_img_size, kwargs)
+        _check_arguments(mixer_class, num_heads, class_token, dynamic_img_size, kwargs)
         attention_blocks = attention_blocks or ()
         check_attention_blocks(attention_blocks, range(kwargs.get('depth', 12)))
-        heads = {'num_heads': num_heads} if 'num_heads' in kind.arguments() else {}
+        heads = {'num_heads': num_heads} if 'num_heads' in mixer_class.arguments() else {}
         chosen, kwargs = split_arguments(mixer, {**kwargs, **heads}, mixer_args)
         block_args: dict[str, Any] = {'mixer': mixer, 'query_gate': query_gate, **chosen}
-        taken = kind.parameters_of_init()
+        taken = mixer_class.parameters_of_init()
         has_tokens = 'num_tokens' in taken
         if has_tokens:
             tokens = _token_arguments(img_size, patch_size, int(class_token) + kwargs.get('reg_tokens', 0))
@@ -136,7 +135,7 @@ class AFTVisionTransformer(VisionTransformer):
             pos_embed=('none' if on_grid else 'learn') if pos_embed is None else pos_embed,
             fc_norm=False if on_grid and fc_norm is None else fc_norm,
             dynamic_img_size=on_grid or dynamic_img_size,
-            # timm passes the arguments of attention to a block; add those of the mixer.
+            # timm passes the arguments of attention to a block; add the arguments of the mixer.
             block_fn=_BlockFactory(block_args, attention_blocks),  # type: ignore[arg-type]
             **{'embed_layer': AFTPatchEmbed, **kwargs},
         )
@@ -290,12 +289,12 @@ class AFTVisionTransformer(VisionTransformer):
     ) -> list[Tensor]:
         # Tokens after the taken ones of the first `count` blocks, and, if wanted, the final features.
         x, grid, mask = self._embed(x, attn_mask)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for i, block in enumerate(self.blocks[:count]):
             x = checkpoint(block, x, grid, mask) if self.grad_checkpointing else block(x, grid, mask)
             if i in taken:
-                found.append(self.norm(x) if norm else x)
-        return [*found, self.norm(x)] if final else found
+                outputs.append(self.norm(x) if norm else x)
+        return [*outputs, self.norm(x)] if final else outputs
 
     @property
     def embeds(self) -> nn.Module:
@@ -339,8 +338,8 @@ class AFTVisionTransformer(VisionTransformer):
         """Compute logits (B, classes) of images (B, 3, H, W) or a dict of patches; attn_mask as `forward_features`."""
         if not torch.jit.is_scripting():  # noqa: SIM102
             if isinstance(x, dict):
-                found = self.forward_features(x, attn_mask)
-                return self.forward_head(found['patches'], attn_mask=found['patch_valid'])
+                features = self.forward_features(x, attn_mask)
+                return self.forward_head(features['patches'], attn_mask=features['patch_valid'])
         return self.forward_head(self.forward_features(x, attn_mask), attn_mask=attn_mask)
 
 
@@ -353,13 +352,13 @@ def _pack_intermediates(
 ) -> Any:
     # What timm returns; None is left out.
     if output_dict:
-        found = {
+        outputs = {
             'patch_valid': valid,
             'image_intermediates': maps,
             'image_intermediates_prefix': prefixes,
             'image_features': features,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in outputs.items() if value is not None}
     intermediates = maps if prefixes is None else list(zip(maps, prefixes, strict=True))
     return intermediates if features is None else (features, intermediates)
 
@@ -430,21 +429,25 @@ class _BlockFactory:
 
 
 def _check_arguments(
-    kind: type[TokenMixer], num_heads: int | None, class_token: bool, dynamic_img_size: bool, kwargs: dict[str, Any]
+    mixer_class: type[TokenMixer],
+    num_heads: int | None,
+    class_token: bool,
+    dynamic_img_size: bool,
+    kwargs: dict[str, Any],
 ) -> None:
     for name in ('block_fn', 'attn_layer'):
         if name in kwargs:
             raise TypeError(f'{name} is an argument of attention; choose the mixer by `mixer`')
-    mixer = kind.name
-    if kind.on_grid and (class_token or kwargs.get('reg_tokens', 0)):
+    mixer = mixer_class.name
+    if mixer_class.on_grid and (class_token or kwargs.get('reg_tokens', 0)):
         raise ValueError(f'mixer={mixer!r} works on a grid and does not support class_token and reg_tokens')
-    if 'num_heads' not in kind.arguments() and num_heads not in (None, 1):
+    if 'num_heads' not in mixer_class.arguments() and num_heads not in (None, 1):
         raise ValueError(f'mixer={mixer!r} has no heads: num_heads must be 1, got {num_heads}')
-    if not kind.on_grid and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
+    if not mixer_class.on_grid and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
         raise ValueError(
             'dynamic_img_pad=True needs dynamic_img_size=True, because the position embedding has a fixed size'
         )
-    if kind.depends_on_positions() and kwargs.get('patch_drop_rate', 0.0):
+    if mixer_class.depends_on_positions() and kwargs.get('patch_drop_rate', 0.0):
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
 
 

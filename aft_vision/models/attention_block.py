@@ -51,7 +51,7 @@ def check_attention_blocks(blocks: Sequence[int], allowed: range) -> None:
 
     Args:
         blocks: the indices.
-        allowed: those of blocks that mix tokens.
+        allowed: the indices of blocks that mix tokens.
 
     Raises:
         ValueError: an index is not one of them.

@@ -1,4 +1,4 @@
-"""Alignment of the blocks of an AFT model with those of a pretrained ViT, whose inputs and outputs they learn.
+"""Alignment of the blocks of an AFT model with the blocks of a pretrained ViT, whose inputs and outputs they learn.
 
 Each block gets what the ViT's block gets, so that all blocks learn side by side, from images without labels.
 """
@@ -15,7 +15,7 @@ BLOCK = re.compile(r'blocks\.(\d+)\.')
 
 
 def pair_models(model: nn.Module, vit: nn.Module) -> list[range]:
-    """Pair the blocks of a model with those of a ViT, by `pair_blocks`.
+    """Pair the blocks of a model with the blocks of a ViT, by `pair_blocks`.
 
     Raises:
         ValueError: one of them is not a vision transformer, or the ViT has fewer blocks or other patches.
@@ -49,14 +49,14 @@ def pair_blocks(depth: int, teacher_depth: int) -> list[range]:
 
 def select_blocks(state_dict: Mapping[str, Tensor], pairs: Sequence[range]) -> dict[str, Tensor]:
     """Return the state dict of a ViT with one block for each pair: the last one of its blocks."""
-    places = {blocks[-1]: index for index, blocks in enumerate(pairs)}
+    new_index = {blocks[-1]: index for index, blocks in enumerate(pairs)}
     selected = {}
     for name, value in state_dict.items():
         match = BLOCK.match(name)
         if match is None:
             selected[name] = value
-        elif int(match[1]) in places:
-            selected[f'blocks.{places[int(match[1])]}.{name[match.end() :]}'] = value
+        elif int(match[1]) in new_index:
+            selected[f'blocks.{new_index[int(match[1])]}.{name[match.end() :]}'] = value
     return selected
 
 
@@ -64,15 +64,17 @@ def select_blocks(state_dict: Mapping[str, Tensor], pairs: Sequence[range]) -> d
 def block_tokens(vit: nn.Module, images: Tensor) -> list[Tensor]:
     """Return the tokens of a ViT before its first block and after each, (B, T, C), prefix tokens first."""
     model: Any = vit
-    found: list[Tensor] = []
-    hooks = [model.blocks[0].register_forward_pre_hook(lambda block, inputs: found.append(inputs[0]))]
-    hooks += [block.register_forward_hook(lambda block, inputs, output: found.append(output)) for block in model.blocks]
+    tokens: list[Tensor] = []
+    hooks = [model.blocks[0].register_forward_pre_hook(lambda block, inputs: tokens.append(inputs[0]))]
+    hooks += [
+        block.register_forward_hook(lambda block, inputs, output: tokens.append(output)) for block in model.blocks
+    ]
     try:
         model.forward_features(images)
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return tokens
 
 
 def block_errors(model: nn.Module, tokens: Sequence[Tensor], pairs: Sequence[range], grid: tuple[int, int]) -> Tensor:
@@ -93,7 +95,7 @@ def block_errors(model: nn.Module, tokens: Sequence[Tensor], pairs: Sequence[ran
     own: Any = model
     errors = []
     for block, blocks in zip(own.blocks, pairs, strict=True):
-        x, wanted = (_own_tokens(tokens[place], own, grid) for place in (blocks.start, blocks.stop))
+        x, wanted = (_own_tokens(tokens[boundary], own, grid) for boundary in (blocks.start, blocks.stop))
         y = block(x, grid if own.passes_grid else None)
         scale = (wanted - x).float().square().mean().clamp_min(torch.finfo(torch.float32).tiny)
         errors.append((y - wanted).float().square().mean() / scale)

@@ -1,5 +1,6 @@
 """Checkpoints of image classifiers: the trained model of one, and a model that starts from its weights."""
 
+import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import torch
 from timm.models import PretrainedCfg
 from torch import nn
 
-from aft_vision.files import find_checkpoint
+from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.layers import token_mixers
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.decoders import DECODERS
@@ -33,7 +34,7 @@ class Weights(NamedTuple):
     Attributes:
         source: The checkpoint, for errors.
         num_classes: Of their model.
-        pretrained_cfg: That of their model, with their preprocessing, class names and licence.
+        pretrained_cfg: The one of their model, with their preprocessing, class names and licence.
         of_aft: Whether their model is an AFT model.
         grid: Their token grid (H, W), if known.
     """
@@ -112,9 +113,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     content = load_torch_file(path)
     is_complete = isinstance(content, dict) and all(isinstance(content.get(k), t) for k, t in CHECKPOINT_KEYS.items())
     if not is_complete:
-        found = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
+        entries = ', '.join(list(map(str, content))[:5]) if isinstance(content, dict) else type(content).__name__
         raise ForeignFileError(
-            f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {found}; '
+            f'expected a checkpoint with {", ".join(CHECKPOINT_KEYS)}, got {path} with {entries}; '
             'aft-vision transfer-deit converts the weights of a DeiT or ViT'
         )
     return content
@@ -127,6 +128,23 @@ def read_record(checkpoint: str | Path) -> dict[str, Any]:
         ValueError: the file is damaged or not a checkpoint.
     """
     return read_checkpoint(checkpoint) if find_checkpoint(checkpoint).is_file() else {}
+
+
+def read_pretrained_cfg(checkpoint: str | Path) -> dict[str, Any]:
+    """Read the preprocessing and class names of a checkpoint, as in `load_model`, without building its model.
+
+    Raises:
+        ValueError: as `load_model`.
+    """
+    path = find_checkpoint(checkpoint)
+    if path.is_dir():
+        check_folder(path)
+        config = json.loads((path / 'config.json').read_bytes())
+        return dict(config.get('pretrained_cfg', config))
+    is_name = not path.exists() and timm.models.is_model_pretrained(str(checkpoint))
+    content = {} if is_name else read_checkpoint(path)
+    known = timm.get_pretrained_cfg(content.get('model_name', str(checkpoint))) or PretrainedCfg()
+    return {**known.to_dict(), **_recorded_cfg(content)}
 
 
 def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:
@@ -147,7 +165,7 @@ def initialize_model(
 ) -> None:
     """Initialise a model from a checkpoint, and resample parameters that depend on the image size.
 
-    The licence of the checkpoint's weights becomes that of the model.
+    The licence of the checkpoint's weights becomes the model's.
 
     Args:
         checkpoint: Weights, or a checkpoint as in `load_model`, for a model of the same architecture. An AFT model also
@@ -178,7 +196,7 @@ def initialize_model(
         if is_aft and transfer and not weights.of_aft:
             state_dict, report = deit_to_aft(state_dict, model, grid=grid)
             _logger.warning(describe_transfer(report, model))
-        # The filter of an AFT model treats other keys as those of a ViT.
+        # The filter of an AFT model treats other keys as a ViT's.
         elif isinstance(model, AFTVisionTransformer) and state_dict.keys() == own.keys():
             state_dict = checkpoint_filter_fn(state_dict, model, grid)
         elif filter_function is not None and not is_aft:

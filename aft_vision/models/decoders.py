@@ -88,8 +88,8 @@ def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDec
     data = load_torch_file(path)
     wanted = {'state_dict', 'model_args', 'task'}
     if not isinstance(data, dict) or not wanted <= data.keys():
-        found = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f'expected a checkpoint of a pixel or character model with {sorted(wanted)}, got {found}')
+        entries = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f'expected a checkpoint of a pixel or character model with {sorted(wanted)}, got {entries}')
     args = data['model_args']
     if not isinstance(args, dict) or not {'name', 'kwargs'} <= args.keys():
         raise ValueError(f'expected model_args with name and kwargs in {path}, got {args}')

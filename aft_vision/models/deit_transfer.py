@@ -45,9 +45,9 @@ REASONS = {
 
 
 def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
-    """Return whether a state dict is that of a ViT: it lacks the position biases of the model.
+    """Return whether a state dict belongs to a ViT: it lacks the position biases of the model.
 
-    AFT-simple has no position biases. Its keys and shapes are those of a ViT, so only a distilled DeiT is recognised.
+    AFT-simple has no position biases. Its keys and shapes are a ViT's, so only a distilled DeiT is recognised.
     """
     own, given = (any(part in key for key in keys for part in AFT_ONLY) for keys in (model.state_dict(), state_dict))
     return (own and not given) or 'dist_token' in state_dict
@@ -56,7 +56,7 @@ def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
 def deit_to_aft(
     state_dict: Mapping[str, Any], model: nn.Module, copy_qk: bool = False, grid: tuple[int, int] | None = None
 ) -> tuple[dict[str, Tensor], TransferReport]:
-    """Map the weights of a DeiT or ViT to those of an AFT model (AFT Table 8); neither is modified.
+    """Map the weights of a DeiT or ViT to an AFT model (AFT Table 8); neither is modified.
 
     Patch embedding, values, output projections, norms, MLPs, layer scale and head are copied, and class token and
     position embedding if the model has them. Queries and keys are left out. Tensors that the source lacks keep the
@@ -122,11 +122,11 @@ class _Transfer:
         qkv = self.source.get('blocks.0.attn.qkv.weight')
         if qkv is not None and PATCHES in self.source:
             depth = len({name.split('.')[1] for name in self.source if name.startswith('blocks.')})
-            found, wanted = (qkv.shape[-1], depth), (self.model.embed_dim, len(self.model.blocks))
-            if found != wanted:
+            shape, wanted = (qkv.shape[-1], depth), (self.model.embed_dim, len(self.model.blocks))
+            if shape != wanted:
                 raise StateDictError(
                     f'expected weights of width {wanted[0]} and depth {wanted[1]}, as the model has, got width '
-                    f'{found[0]} and depth {found[1]}, which embed_dim={found[0]} and depth={found[1]} make'
+                    f'{shape[0]} and depth {shape[1]}, which embed_dim={shape[0]} and depth={shape[1]} make'
                 )
         missing = [name for name in self.own if CORE.fullmatch(name) and name not in self.source]
         if missing or any(name.startswith('patch_embed.backbone.') for name in self.source):
@@ -137,8 +137,8 @@ class _Transfer:
 
     def merge(self) -> None:
         """Fold tensors that the model lacks into their neighbours, which changes no output."""
-        for kind in ('weight', 'bias'):
-            head, other = f'head.{kind}', f'head_dist.{kind}'
+        for parameter in ('weight', 'bias'):
+            head, other = f'head.{parameter}', f'head_dist.{parameter}'
             if head in self.source and other in self.source:
                 self._fold(other, head, (self.source[head] + self.source[other]) / 2, 'mean of the two heads')
         for name in list(self.source):
@@ -212,9 +212,9 @@ class _Transfer:
         return TransferOutcome('left out', '', self.source[name].numel(), note=note)
 
     def _place_projections(
-        self, value: Tensor, block: str, kind: str | None, part: str | None
+        self, value: Tensor, block: str, parameter: str | None, part: str | None
     ) -> list[TransferOutcome]:
-        dim, target = self.model.embed_dim, f'{block}.qkv.{kind or "bias"}'
+        dim, target = self.model.embed_dim, f'{block}.qkv.{parameter or "bias"}'
         if part is None and value.shape[0] != 3 * dim:
             raise StateDictError(f'expected {target} of {3 * dim} rows, three projections, got {value.shape[0]}')
         sizes = projection_sizes(self.model.get_submodule(block))

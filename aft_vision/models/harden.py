@@ -17,7 +17,7 @@ def harden(model: nn.Module) -> AFTVisionTransformer:
     """Build the one-hot model of one trained with gumbel=True (AFT Eq. 10).
 
     The kernel of each block, h * s * s + 2 h parameters, becomes h biases and an int64 buffer of h offsets. Everything
-    else is copied. In evaluation the outputs equal those of the given model at every resolution. Save the result with
+    else is copied. In evaluation the outputs equal the given model's at every resolution. Save the result with
     `timm.models.save_for_hf` and load it with `timm.create_model('local-dir:DIR', pretrained=True)`.
 
     Args:

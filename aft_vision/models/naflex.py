@@ -107,21 +107,21 @@ def _compute_group(
     values, coord, valid = patches
     (rows, columns), (height, width), count = grid, patch_size, len(values)
     # Padding is written to and read from a token after the last one.
-    places = torch.where(valid, coord[..., 0] * columns + coord[..., 1], rows * columns)  # (b, N)
-    wide = places.unsqueeze(-1)
+    index = torch.where(valid, coord[..., 0] * columns + coord[..., 1], rows * columns)  # (b, N)
+    expanded = index.unsqueeze(-1)
     pixels = values.new_zeros(count, rows * columns + 1, values.shape[2])
-    pixels = pixels.scatter(1, wide.expand_as(values), values)[:, :-1]
+    pixels = pixels.scatter(1, expanded.expand_as(values), values)[:, :-1]
     channels = values.shape[2] // (height * width)
     pixels = pixels.view(count, rows, columns, height, width, channels)
     images = pixels.permute(0, 5, 1, 3, 2, 4).reshape(count, channels, rows * height, columns * width)
-    mask = valid.new_zeros(count, rows * columns + 1).scatter(1, places, valid)[:, :-1]
-    found = compute(images, None if bool(mask.all()) else mask.view(count, rows, columns))
-    return [_gather(tokens, places, tokens.shape[1] - rows * columns) for tokens in found]
+    mask = valid.new_zeros(count, rows * columns + 1).scatter(1, index, valid)[:, :-1]
+    outputs = compute(images, None if bool(mask.all()) else mask.view(count, rows, columns))
+    return [_gather(tokens, index, tokens.shape[1] - rows * columns) for tokens in outputs]
 
 
-def _gather(tokens: Tensor, places: Tensor, prefix: int) -> Tensor:
+def _gather(tokens: Tensor, index: Tensor, prefix: int) -> Tensor:
     # (b, P + T, D) -> (b, P + N, D)
     padding = tokens.new_zeros(len(tokens), 1, tokens.shape[2])
     spatial = torch.cat([tokens[:, prefix:], padding], dim=1)
-    taken = spatial.gather(1, places.unsqueeze(-1).expand(-1, -1, tokens.shape[2]))
+    taken = spatial.gather(1, index.unsqueeze(-1).expand(-1, -1, tokens.shape[2]))
     return torch.cat([tokens[:, :prefix], taken], dim=1)

@@ -196,13 +196,13 @@ class Session:
         noise = uniform_noise(batch, start + count, seed, generator)[:, start:].to(tokens.device)
         given = given.to(tokens.device).expand(tokens.shape)
         tokens = self.model.check_tokens(tokens.masked_fill(~given, 0))
-        places, taken = (~given).any(0).nonzero().flatten().tolist(), 0
-        with tqdm(total=len(places) * batch, unit=' tokens', disable=None if progress else True) as bar:
-            for place in places:
-                logits = self._take(tokens[:, taken:place])
-                drawn = draw(filter_logits(logits, temperature, top_k, top_p), noise[:, place])
-                tokens[:, place] = torch.where(given[:, place], tokens[:, place], drawn)
-                taken = place
+        positions, taken = (~given).any(0).nonzero().flatten().tolist(), 0
+        with tqdm(total=len(positions) * batch, unit=' tokens', disable=None if progress else True) as bar:
+            for position in positions:
+                logits = self._take(tokens[:, taken:position])
+                drawn = draw(filter_logits(logits, temperature, top_k, top_p), noise[:, position])
+                tokens[:, position] = torch.where(given[:, position], tokens[:, position], drawn)
+                taken = position
                 bar.update(batch)
         # After the last token of the context there is no position to predict.
         rest = tokens[:, taken : taken + self.model.context - max(int(self.state.position), 1)]
@@ -225,8 +225,8 @@ class Session:
         # Process tokens (B, n), n may be 0, and return the logits after them.
         if int(self.state.position) == 0 or tokens.shape[1] > STEPPED_TOKENS:
             return self.prefill(tokens)
-        for place in range(tokens.shape[1]):
-            self.step(tokens[:, place])
+        for position in range(tokens.shape[1]):
+            self.step(tokens[:, position])
         assert self.logits is not None
         return self.logits
 
@@ -319,12 +319,12 @@ def filter_logits(
         least = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
         logits = logits.masked_fill(logits < least, float('-inf'))
     if top_p is not None and top_p < 1:
-        ordered, places = logits.sort(stable=True, dim=-1, descending=True)
+        ordered, order = logits.sort(stable=True, dim=-1, descending=True)
         chances = ordered.softmax(-1)
         # The total before each token, so that the token that reaches top_p is kept.
         left_out = chances.cumsum(-1) - chances >= top_p
         left_out[..., 0] = False
-        logits = logits.masked_fill(torch.zeros_like(left_out).scatter(-1, places, left_out), float('-inf'))
+        logits = logits.masked_fill(torch.zeros_like(left_out).scatter(-1, order, left_out), float('-inf'))
     return logits
 
 

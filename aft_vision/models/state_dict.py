@@ -31,8 +31,8 @@ def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         if isinstance(x, Tensor) and isinstance(state_dict.get(name), Tensor) and state_dict[name].shape != x.shape
     ]
     differences = [
-        f'{len(names)} {kind}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}'
-        for kind, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
+        f'{len(names)} {problem}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}'
+        for problem, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
         if names
     ]
     if differences:
@@ -45,8 +45,8 @@ def find_sizes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a ViT, an AFT model or a decoder that the shapes of its weights show."""
 
     def shape(name: str) -> tuple[int, ...] | None:
-        found = state_dict.get(name)
-        return None if found is None else tuple(found.shape)
+        tensor = state_dict.get(name)
+        return None if tensor is None else tuple(tensor.shape)
 
     sizes: dict[str, Any] = {}
     blocks = {name.split('.')[1] for name in state_dict if name.startswith('blocks.')}
@@ -101,12 +101,12 @@ def resample_rows(
     """Resample rows (T, n), one per token of a checkpoint, to the model's grid.
 
     Args:
-        x: The rows of `prefix` tokens, which are kept, then those of the grid.
+        x: The rows of `prefix` tokens, which are kept, then the rows of the grid.
         model: As in `find_grid`.
         patches: As in `find_grid`.
         prefix: Tokens before the grid.
         grid: (H, W) of the checkpoint if it is known; else the model's own if it fits and nothing is said of the
-            weights, else that of `find_grid`.
+            weights, else what `find_grid` returns.
 
     Raises:
         ValueError: the grid of the checkpoint is unknown.
@@ -125,7 +125,7 @@ def resample_grid(x: Tensor, model: Any, grid: tuple[int, int], prefix: int = 0)
     own = list(model.patch_embed.grid_size)
     if own == list(grid):
         return x
-    # timm rounds the result to the type of x, which may be that of a file in half precision.
+    # timm rounds the result to the type of x, which a file may have in half precision.
     return resample_abs_pos_embed(x.to(accumulate_dtype(x)).unsqueeze(0), own, list(grid), prefix).squeeze(0)
 
 

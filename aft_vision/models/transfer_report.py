@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 def summarize_transfer(report: TransferReport, model: nn.Module) -> list[Row]:
-    """Count the tensors that a transfer copied or left out, and those of the model that it did not set.
+    """Count the tensors that a transfer copied or left out, and the tensors of the model that it did not set.
 
     Args:
         report: From `deit_to_aft`.
@@ -95,7 +95,7 @@ def describe_transfer(report: TransferReport, model: nn.Module) -> str:
 
 def _untouched(report: TransferReport, model: nn.Module) -> list[tuple[str, TransferOutcome]]:
     touched = {(outcome.target, outcome.part) for outcomes in report.values() for outcome in outcomes}
-    found = []
+    untouched = []
     for key, tensor in model.state_dict().items():
         parent = key.rpartition('.')[0]
         rows = projection_sizes(model.get_submodule(parent.rpartition('.')[0])) if parent.endswith('.qkv') else {}
@@ -104,10 +104,10 @@ def _untouched(report: TransferReport, model: nn.Module) -> list[tuple[str, Tran
             parts = {part: count * width for part, count in rows.items()}
         else:
             parts = {'': tensor.numel()}
-        found += [
+        untouched += [
             (key, TransferOutcome(INITIALISED, part, n)) for part, n in parts.items() if (key, part) not in touched
         ]
-    return found
+    return untouched
 
 
 def projection_sizes(mixer: Any) -> dict[str, int]:

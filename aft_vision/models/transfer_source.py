@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from aft_vision.errors import IMPORT_HINT, first_line, shorten
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.models.deit_transfer import unwrap_state_dict
-from aft_vision.models.weight_files import check_checksum, load_torch_file
+from aft_vision.models.weight_files import load_torch_file
 
 WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
 # A state dict does not show whether a block norms before or after attention, so check the class.
@@ -84,7 +84,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def build_model(name: str, **kwargs: Any) -> nn.Module:
     """Build a timm model, with its weights if pretrained=True.
 
-    The licence in its `pretrained_cfg` is that of its weights: random ones, and those of a file of the caller without
+    The licence in its `pretrained_cfg` covers its weights: random ones, and a file of the caller without
     a licence, have none.
 
     Args:
@@ -137,8 +137,6 @@ def load_folder(path: Path, **kwargs: Any) -> nn.Module:
         ValueError: the folder has no exported model, a damaged one, or one that takes no such arguments.
     """
     check_folder(path)
-    if (path / 'model.safetensors').is_file():
-        check_checksum(path / 'model.safetensors')
     return build_model(f'local-dir:{path}', pretrained=True, **kwargs)
 
 
@@ -184,7 +182,6 @@ def find_stated_grid(state_dict: Mapping[str, Tensor], model_kwargs: Mapping[str
 def _read(path: Path) -> Any:
     if path.suffix != '.safetensors':
         return load_torch_file(path)
-    check_checksum(path)
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

@@ -1,21 +1,16 @@
-"""Weight files with checksums: nothing else would detect a flipped bit."""
+"""Files of weights: packaged ones, and files of torch.save, whose checksums are checked."""
 
-import json
 import pickle
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from aft_vision.errors import first_line
-from aft_vision.files import replacing
 
-# Bytes per read.
-CHUNK = 2**22
 # Weights inside the package: NAME.safetensors with its model card NAME.md, by the name and tag of timm.
 PACKAGED = Path(__file__).parents[1] / 'weights'
 
@@ -39,7 +34,7 @@ def packaged_cfg(name: str, classes: Sequence[str]) -> dict[str, Any]:
         'num_classes': len(classes),
         'label_names': classes,
         'crop_pct': 1.0,
-        # That of the images is for non-commercial research.
+        # The licence of the images is for non-commercial research.
         'license': 'other',
     }
 
@@ -96,57 +91,3 @@ def _other_contents(path: str | Path) -> list[str]:
     # It reads only zip files, the format of every torch since 1.6.
     except (RuntimeError, ValueError, pickle.UnpicklingError):
         return []
-
-
-def add_checksum(path: str | Path) -> None:
-    """Write the checksum of the tensors of a safetensors file into its header."""
-    path = Path(path)
-    with path.open('rb') as file:
-        header = _read_header(file)
-        # transformers accepts a file with metadata only with this entry.
-        known = {'format': 'pt', **header.get('__metadata__', {})}
-        header['__metadata__'] = {**known, 'crc32': f'{_checksum(file):08x}'}
-        _read_header(file)
-        tensors = file.read()
-    encoded = json.dumps(header, separators=(',', ':')).encode()
-    # Tensors begin at a multiple of eight bytes.
-    encoded += b' ' * (-len(encoded) % 8)
-    with replacing(path) as written:
-        written.write_bytes(len(encoded).to_bytes(8, 'little') + encoded + tensors)
-
-
-def check_checksum(path: str | Path) -> None:
-    """Check a safetensors file written by `add_checksum`; accept files without a checksum.
-
-    Raises:
-        ValueError: the file is truncated, or its checksum is wrong.
-    """
-    with Path(path).open('rb') as file:
-        expected = _read_header(file).get('__metadata__', {}).get('crc32')
-        if expected is not None and f'{_checksum(file):08x}' != expected:
-            raise ValueError(f'expected a whole file of weights, got {path}, whose checksum is wrong')
-
-
-def check_checksums(folder: str | Path) -> None:
-    """Check every safetensors file of a folder, as `check_checksum` does."""
-    for path in sorted(Path(folder).glob('*.safetensors')):
-        check_checksum(path)
-
-
-def _read_header(file: IO[bytes]) -> dict[str, Any]:
-    file.seek(0)
-    length = int.from_bytes(file.read(8), 'little')
-    try:
-        # A damaged length is up to 2**64.
-        header = json.loads(file.read(min(length, 100 * 2**20)))
-        header.get('__metadata__', {}).get('crc32')
-        return header
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f'expected a whole file of weights, got {file.name}, whose header is damaged') from error
-
-
-def _checksum(file: IO[bytes]) -> int:
-    found = 0
-    while chunk := file.read(CHUNK):
-        found = zlib.crc32(chunk, found)
-    return found

@@ -49,16 +49,16 @@ def label_photographs(model: Any, paths: Sequence[Path], folder: Path | None = N
         folder: A folder of all of them, above which no folder counts, and which may itself be named after a class;
             None for the parent of each.
     """
-    labels, found = class_labels(model), list[int | None]([None] * len(paths))
+    labels, classes = class_labels(model), list[int | None]([None] * len(paths))
     folders = [
         (*path.relative_to(folder or path.parent).parts[:-1], (folder or path.parent).resolve().name) for path in paths
     ]
     # Folders of one level together, because the number of names tells equal words of two classes apart.
     for level in zip_longest(*folders):
-        names = sorted({name for name, place in zip(level, found, strict=True) if name and place is None})
-        places = dict(zip(names, match_classes(labels, names), strict=True))
-        found = [places.get(name) if place is None else place for name, place in zip(level, found, strict=True)]
-    return found
+        names = sorted({name for name, index in zip(level, classes, strict=True) if name and index is None})
+        index_of = dict(zip(names, match_classes(labels, names), strict=True))
+        classes = [index_of.get(name) if index is None else index for name, index in zip(level, classes, strict=True)]
+    return classes
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def predict_labelled(
         skipped: Receives images that cannot be decoded; None makes them errors.
         folder: As in `label_photographs`.
         decoding: Options of reading the files; None for the default ones.
-        truths: Class of each photograph or None; by default those of `label_photographs`.
+        truths: Class of each photograph or None; by default as `label_photographs` returns them.
     """
     if truths is None:
         truths = dict(zip(paths, label_photographs(model, paths, folder), strict=True))
@@ -138,7 +138,7 @@ def class_rows(groups: Mapping[int, Sequence[LabelledPrediction]], names: Sequen
 def draw_classes(
     groups: Mapping[int, Sequence[LabelledPrediction]], names: Sequence[str], label: str, total: float
 ) -> Any:
-    """Draw the accuracy of classes as points with intervals of 95 %, and that of all as a line.
+    """Draw the accuracy of classes as points with intervals of 95 %, and the overall accuracy as a line.
 
     Args:
         groups: From `by_class`, the first at the top.
@@ -150,10 +150,10 @@ def draw_classes(
     """
     figure = new_figure(7.5, 1.3 + 0.28 * len(groups))
     axes = figure.subplots()
-    for place, group in enumerate(groups.values()):
+    for y, group in enumerate(groups.values()):
         low, high = interval(sum(each.is_right for each in group), len(group))
-        axes.plot([100 * low, 100 * high], [place, place], color='C0', linewidth=1.5)
-        axes.plot(100 * share_right(group), place, 'o', color='C0')
+        axes.plot([100 * low, 100 * high], [y, y], color='C0', linewidth=1.5)
+        axes.plot(100 * share_right(group), y, 'o', color='C0')
     axes.axvline(100 * total, color='0.5', linestyle=':', label=f'all: {100 * total:.1f}%')
     labels = [literal(f'{names[truth]} ({len(group)})') for truth, group in groups.items()]
     axes.set_yticks(range(len(groups)), labels)
@@ -166,7 +166,7 @@ def draw_classes(
 def confused_classes(answers: Sequence[LabelledPrediction], at_most: int = MAX_CLASSES) -> list[int]:
     """Return the classes of photographs and predictions in their order; of many, those that are most often confused."""
     wrong = Counter((each.truth, each.prediction) for each in answers if not each.is_right)
-    confused = [place for pair, _ in wrong.most_common() for place in pair]
+    confused = [index for pair, _ in wrong.most_common() for index in pair]
     return sorted([*dict.fromkeys([*confused, *(each.truth for each in answers)])][:at_most])
 
 
@@ -191,14 +191,14 @@ def draw_confusions(answers: Sequence[LabelledPrediction], names: Sequence[str],
             if count := counts[truth, prediction]:
                 color = 'white' if shares[row, column] > 0.5 else 'black'
                 axes.text(column, row, str(count), ha='center', va='center', color=color, fontsize=8)
-    shown = [names[place] for place in classes]
+    shown = [names[index] for index in classes]
     labels = [literal(name if len(name) <= 30 else f'{name[:29]}…') for name in shown]
     axes.set_xticks(range(len(classes)), labels, rotation=90, fontsize=9)
     axes.set_yticks(range(len(classes)), labels, fontsize=9)
     axes.set(xlabel='prediction', ylabel='class')
     # Frames of the cells.
-    axes.set_xticks([place + 0.5 for place in range(len(classes) - 1)], minor=True)
-    axes.set_yticks([place + 0.5 for place in range(len(classes) - 1)], minor=True)
+    axes.set_xticks([index + 0.5 for index in range(len(classes) - 1)], minor=True)
+    axes.set_yticks([index + 0.5 for index in range(len(classes) - 1)], minor=True)
     axes.grid(which='minor', color='0.9')
     axes.tick_params(which='minor', length=0)
     return figure

@@ -74,10 +74,10 @@ def relative_mean(attention: Tensor, grid: tuple[int, int]) -> Tensor:
     token = torch.arange(height * width, device=attention.device)
     dy = token // width - (token // width)[:, None] + height - 1
     dx = token % width - (token % width)[:, None] + width - 1
-    place = (dy * shape[1] + dx).flatten()
+    index = (dy * shape[1] + dx).flatten()
     total = attention.new_zeros(*attention.shape[:-2], shape[0] * shape[1])
-    total.index_add_(-1, place, attention.flatten(-2))
-    pairs = torch.bincount(place, minlength=shape[0] * shape[1])
+    total.index_add_(-1, index, attention.flatten(-2))
+    pairs = torch.bincount(index, minlength=shape[0] * shape[1])
     return (total / pairs).unflatten(-1, shape)
 
 
@@ -110,8 +110,8 @@ def relative_attention(
     def add(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
         own = check_indices('head', chosen, _heads(mixer), 1)
         for tokens in x.split(1):
-            found = relative_mean(_attention(mixer, tokens, grid, prefix, own), grid).cpu().double()
-            totals[mixer] = totals.get(mixer, torch.zeros_like(found)) + found
+            mean = relative_mean(_attention(mixer, tokens, grid, prefix, own), grid).cpu().double()
+            totals[mixer] = totals.get(mixer, torch.zeros_like(mean)) + mean
 
     for batch in [batches] if isinstance(batches, Tensor) else batches:
         run_with_hooks(model, batch, mixers, add)
@@ -162,10 +162,10 @@ def draw_relative_attention(maps: Mapping[str, Tensor], heads: Mapping[str, Sequ
         ImportError: matplotlib is not installed.
     """
     blocks: list[Block] = []
-    for name, found in maps.items():
-        labelled = not blocks or len(found) != len(next(iter(maps.values())))
-        shown = heads[name] if heads else range(found.shape[1])
-        rows = layer_rows(range(len(found)), shown, partial(_relative_cells, found))
+    for name, layer_maps in maps.items():
+        labelled = not blocks or len(layer_maps) != len(next(iter(maps.values())))
+        shown = heads[name] if heads else range(layer_maps.shape[1])
+        rows = layer_rows(range(len(layer_maps)), shown, partial(_relative_cells, layer_maps))
         blocks.append(Block(name, rows if labelled else [('', cells) for _, cells in rows]))
     note = (
         'Mean over images and query positions by the offset from query to key; the centre is the query itself.\n'
@@ -216,7 +216,7 @@ def draw_attention(
     layers = {mixer: layer for mixer, layer in layers.items() if layer in chosen}
     heads = _choose_heads([*map(_heads, layers)], heads, max_heads)
     grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
-    token, place = _check_query(query, grid), frame_of(query, grid)
+    token, frame = _check_query(query, grid), frame_of(query, grid)
     # (n, H * W) of each layer.
     weights: dict[int, Tensor] = {}
 
@@ -229,7 +229,7 @@ def draw_attention(
     def cells(layer: int) -> Iterator[Cell]:
         for weight in weights[layer]:
             caption = f'{format_number(weight.max().item() * (len(weight) + prefix))}\u00d7'
-            yield Cell(overlay(photograph, weight.unflatten(0, grid)), caption=caption, mark=place)
+            yield Cell(overlay(photograph, weight.unflatten(0, grid)), caption=caption, mark=frame)
 
     return draw_grid(
         [Block('', layer_rows(chosen, heads, cells))],
@@ -240,7 +240,7 @@ def draw_attention(
         ('0', 'the largest weight'),
         HEAT,
         aspect=grid[0] / grid[1],
-        photograph=TopPicture(photograph.pixels, text, place),
+        photograph=TopPicture(photograph.pixels, text, frame),
     )
 
 

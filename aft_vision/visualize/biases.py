@@ -54,8 +54,8 @@ def position_biases(model: nn.Module) -> list[Tensor]:
 
 @torch.no_grad()
 def _biases_by_layer(model: nn.Module) -> dict[int, Tensor]:
-    found = {layer: mixer.evaluated_bias() for mixer, layer in mixer_layers(model).items()}
-    biases = {layer: bias.float().expm1().cpu() for layer, bias in found.items() if bias is not None}
+    evaluated = {layer: mixer.evaluated_bias() for mixer, layer in mixer_layers(model).items()}
+    biases = {layer: bias.float().expm1().cpu() for layer, bias in evaluated.items() if bias is not None}
     if not biases:
         raise _without_biases(model)
     return biases
@@ -201,12 +201,12 @@ def _cell(bias: Tensor, exponentiated: bool, title: str = '') -> Cell:
 
 
 def _check_match(biases: Sequence[Mapping[int, Tensor]]) -> None:
-    found = [
+    shapes = [
         f'{len(next(iter(each.values())))} heads in the layers {", ".join(str(layer + 1) for layer in each)}'
         for each in biases
     ]
-    if found[0] != found[-1]:
+    if shapes[0] != shapes[-1]:
         raise ValueError(
-            f'expected two models with biases in the same layers and as many heads, got {found[0]} before and '
-            f'{found[-1]} after'
+            f'expected two models with biases in the same layers and as many heads, got {shapes[0]} before and '
+            f'{shapes[-1]} after'
         )

@@ -46,12 +46,12 @@ def capture_mixers(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Mixer
     Raises:
         ValueError: the model has no such mixer.
     """
-    found, layers = [], keyed_layers(model)
+    captured, layers = [], keyed_layers(model)
 
     def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
-        found.append(mixer_inputs(mixer, x, grid, prefix)._replace(layer=layers[mixer]))
+        captured.append(mixer_inputs(mixer, x, grid, prefix)._replace(layer=layers[mixer]))
 
-    return run_with_hooks(model, images, layers, keep), found
+    return run_with_hooks(model, images, layers, keep), captured
 
 
 def mixer_inputs(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> MixerInputs:

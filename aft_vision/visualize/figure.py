@@ -102,7 +102,7 @@ def evenly_spaced(count: int, at_most: int) -> list[int]:
     return torch.linspace(0, count - 1, min(count, at_most)).round().long().tolist()
 
 
-def check_indices(kind: str, indices: Sequence[int] | None, count: int, at_most: int) -> list[int]:
+def check_indices(noun: str, indices: Sequence[int] | None, count: int, at_most: int) -> list[int]:
     """Return the chosen indices, or evenly spaced ones for None.
 
     Raises:
@@ -112,7 +112,7 @@ def check_indices(kind: str, indices: Sequence[int] | None, count: int, at_most:
         return evenly_spaced(count, at_most)
     wrong = [index for index in indices if not 0 <= index < count]
     if wrong or not indices:
-        raise ValueError(f'expected {kind}s from 1 to {count}, got {wrong[0] + 1 if wrong else "none"}')
+        raise ValueError(f'expected {noun}s from 1 to {count}, got {wrong[0] + 1 if wrong else "none"}')
     return list(indices)
 
 

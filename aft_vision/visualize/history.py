@@ -31,7 +31,7 @@ def _read_numbers(path: str | Path) -> list[dict[str, float]]:
 
 
 def describe_targets(config: Mapping[str, Any]) -> str:
-    """Return words for the targets of the training loss that differ from those of the validation.
+    """Return words for the targets of the training loss that differ from the targets of the validation.
 
     Args:
         config: Sections of an experiment, as in the config.yaml of a run: `label_smoothing` of `optim`, and `mixup`,
@@ -50,7 +50,7 @@ def draw_history(history: Sequence[Mapping[str, float]], targets: str = '') -> A
 
     Args:
         history: One mapping per epoch, with the columns of the trainer's summary.csv.
-        targets: Words for the targets of the training loss, of `describe_targets`; '' are those of the validation.
+        targets: Words for the targets of the training loss, of `describe_targets`; '' if they are as in validation.
 
     Returns:
         A matplotlib Figure.
@@ -120,8 +120,8 @@ def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> A
                 ('eval_bits', 'o-', 'evaluated'),
                 ('eval_ema_bits', 's--', 'evaluated, averaged weights'),
             ):
-                place = {'update': 'train_updates', 'seconds': 'train_total_seconds'}[column]
-                points = [(row[place], row[key]) for row in epochs if not math.isnan(row.get(key, math.nan))]
+                x = {'update': 'train_updates', 'seconds': 'train_total_seconds'}[column]
+                points = [(row[x], row[key]) for row in epochs if not math.isnan(row.get(key, math.nan))]
                 if points:
                     axes.plot(*zip(*points, strict=True), style, color=color, ms=4, label=f'{name}, {what}')
         axes.set_xlabel(label)

@@ -90,25 +90,25 @@ def find_photographs(folder: str | Path | Sequence[Path], at_most: int) -> list[
     is_folder = Path(folder).is_dir()
     files: list[Path] = []
     if is_folder:
-        found = find_images(folder)
-        files = sorted(map(Path, found.paths))
-        _warn(str(folder), describe_ignored(found.ignored))
+        images = find_images(folder)
+        files = sorted(map(Path, images.paths))
+        _warn(str(folder), describe_ignored(images.ignored))
     if not files:
         reason = 'which has none' if is_folder else 'which is no folder'
         raise ValueError(f'expected a folder with images, got {folder}, {reason}')
     return [files[index] for index in evenly_spaced(len(files), at_most)]
 
 
-def list_photographs(places: Sequence[Path]) -> list[Path]:
+def list_photographs(paths: Sequence[Path]) -> list[Path]:
     """Return image files, and all images below folders.
 
     Raises:
         ValueError: a file or folder does not exist, or a folder has no images.
     """
-    missing = [str(path) for path in places if not path.exists()]
+    missing = [str(path) for path in paths if not path.exists()]
     if missing:
         raise ValueError(f'expected image files or folders, got {", ".join(missing)}, which do not exist')
-    return [file for path in places for file in (find_photographs(path, sys.maxsize) if path.is_dir() else [path])]
+    return [file for path in paths for file in (find_photographs(path, sys.maxsize) if path.is_dir() else [path])]
 
 
 def find_readable(
@@ -134,8 +134,8 @@ def find_readable(
             chosen.add(index)
             break
     if not chosen:
-        place = folder if isinstance(folder, str | Path) else files[0].parent
-        raise CorruptImageError(f'expected an image that can be decoded in {place}, got none of {len(files)}')
+        source = folder if isinstance(folder, str | Path) else files[0].parent
+        raise CorruptImageError(f'expected an image that can be decoded in {source}, got none of {len(files)}')
     return [files[index] for index in sorted(chosen)]
 
 

@@ -62,7 +62,7 @@ class Report:
     """The parts of a report.
 
     Args:
-        model: A classifier in evaluation mode. Only that of an AFT model with one grid of tokens has pictures of
+        model: A classifier in evaluation mode. Only an AFT model with one grid of tokens has pictures of
             position biases, keys and attention.
         photographs: Images to show with their keys, attention and predictions.
         averaged: Images for the average relative attention; if empty, it is left out.
@@ -182,7 +182,7 @@ def _accuracy_section(report: Report) -> str:
     low, high = interval(sum(each.is_right for each in answers), len(answers))
     mean = sum(map(share_right, classes.values())) / len(classes)
     height, width = report.size or default_size(report.model)
-    unseen = [name for place, name in enumerate(names) if place not in classes]
+    unseen = [name for index, name in enumerate(names) if index not in classes]
     parts = [
         paragraph(
             f'Top-1 {100 * share:.1f}% ({100 * low:.1f} to {100 * high:.1f}%), the mean over classes '
@@ -215,7 +215,7 @@ def _examples(report: Report, columns: int = 6) -> str:
     for is_right in (True, False):
         group = [each for each in report.answers if each.is_right == is_right]
         if group:
-            rows.append([group[place] for place in evenly_spaced(len(group), columns)])
+            rows.append([group[index] for index in evenly_spaced(len(group), columns)])
     alt = f'Right and wrong predictions, with the class of each image, of {len(report.answers)} images'
     caption = 'Evenly spaced over the right answers (green) and the wrong ones (red); percent is the probability.'
     return picture(_answers_png(report, rows), alt, caption)
@@ -229,7 +229,7 @@ def _answers_png(report: Report, rows: Sequence[Sequence[LabelledPrediction]]) -
 def _confusion_section(report: Report) -> str:
     answers = report.answers
     drawn = confused_classes(answers)
-    count = len({place for each in answers for place in (each.truth, each.prediction)})
+    count = len({index for each in answers for index in (each.truth, each.prediction)})
     some = f' Of {count} classes the {len(drawn)} most often confused are drawn.' if len(drawn) < count else ''
     alt = f'Confusion matrix of {len(drawn)} classes: images of each class by their prediction'
     words = paragraph(
@@ -341,20 +341,20 @@ def _photograph_pictures(report: Report, photograph: Photograph, layers: Sequenc
         return picture(file.getvalue(), f'{name}, as the model sees it', said)
     height, width = layers[0].grid
     query = report.query or (height // 2, width // 2)
-    place = f'row {query[0] + 1}, column {query[1] + 1}'
+    position = f'row {query[0] + 1}, column {query[1] + 1}'
     keys = draw_key_maps(photograph, layers, max_heads=report.max_heads)
     weights = draw_attention(photograph, report.model, query, max_heads=report.max_heads)
     return picture(figure_png(keys), f'{name}, and below it the keys of each layer and head drawn') + picture(
         figure_png(weights),
-        f'{name}, and below it the weights that the token at {place} gives the others, by layer and head',
-        f'The framed token is at {place} of {height} \u00d7 {width}. {said}',
+        f'{name}, and below it the weights that the token at {position} gives the others, by layer and head',
+        f'The framed token is at {position} of {height} \u00d7 {width}. {said}',
     )
 
 
 def _truth(report: Report, path: Path) -> str | None:
     """Return the name of the class that a folder of a photograph is named after, or None."""
-    place = report.truths[path]
-    return None if place is None else class_names(report.model)[place]
+    index = report.truths[path]
+    return None if index is None else class_names(report.model)[index]
 
 
 def _name(model: Any) -> str:

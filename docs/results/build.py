@@ -35,13 +35,13 @@ import yaml
 from scipy.stats import binomtest, ttest_1samp
 from timm.data import resolve_model_data_config
 
-from aft_vision.commandline import run_command
 from aft_vision.data import Preprocessing, Source, create_eval_loader
 from aft_vision.export import export_model
 from aft_vision.files import LAST
 from aft_vision.models.checkpoint import load_model, read_checkpoint
 from aft_vision.resolution import standard_error
 from aft_vision.visualize import new_figure, read_history, save_figure
+from train.command_line import run_command
 
 RESULTS = Path(__file__).resolve().parent
 # Of the models, by the first part of the name of a row or by their mixer.

@@ -16,7 +16,6 @@ from helpers import NO_AUGMENTATION, make_folder
 from PIL import Image, features
 from torchvision.datasets import CIFAR10
 
-from aft_vision.commandline import run_command
 from aft_vision.data import (
     Augmentation,
     CorruptImageError,
@@ -31,6 +30,7 @@ from aft_vision.data.checked import ImageData, TorchvisionDataset
 from aft_vision.data.datasets import open_eval_split, open_train_split, with_evaluation_images
 from aft_vision.data.images import TransformError
 from aft_vision.data.layout import MissingSplitError
+from train.command_line import run_command
 
 PLAIN = Preprocessing((16, 16), crop_pct=1.0, mean=(0, 0, 0), std=(1, 1, 1))
 

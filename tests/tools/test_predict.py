@@ -13,11 +13,11 @@ import torch
 from helpers import CLOTHING, save_model
 from PIL import Image
 
-from aft_vision.commandline import run_command
 from aft_vision.data import CorruptImageError
 from aft_vision.models.checkpoint import load_model
 from aft_vision.visualize import load_image
 from tools.predict import count_classes, main
+from train.command_line import run_command
 
 PHOTOGRAPHS = sorted((CLOTHING / 'validation').rglob('*.jpg'))[:3]
 NAMES = [f'kind {i}' for i in range(7)]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from aft_vision.commandline import run_command
 from tools import verify_gpu
+from train.command_line import run_command
 
 
 def stop(*arguments: str) -> int:

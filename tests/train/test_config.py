@@ -8,6 +8,8 @@ import pytest
 import timm
 from helpers import save_model
 
+from aft_vision.export import export_model
+from aft_vision.models.checkpoint import load_model
 from train.build import resolve_images
 from train.config import load_config, save_config
 from train.convert_schema import ConvertConfig
@@ -131,12 +133,23 @@ def test_null_keeps_the_size_and_the_crop_of_the_model_unless_a_later_layer_sets
     assert read('data.img_size=64', 'data.img_size=null') == ((96, 96), 1.0)
 
 
-def test_null_keeps_the_size_and_the_crop_of_the_initial_weights(tmp_path):
+@pytest.mark.parametrize('source', ['checkpoint', 'export', 'name'])
+def test_null_keeps_the_size_and_the_crop_of_the_initial_weights_without_building_their_model(
+    tmp_path, monkeypatch, source
+):
     model, preprocessing = timm.create_model('aft_conv_nano', depth=1), {'input_size': (3, 48, 64), 'crop_pct': 0.75}
-    start = save_model(tmp_path / 'start.pth', 'aft_conv_nano', model, {'depth': 1}, data_config=preprocessing)
+    start: Path | str = save_model(
+        tmp_path / 'start.pth', 'aft_conv_nano', model, {'depth': 1}, data_config=preprocessing
+    )
+    if source == 'export':
+        start = tmp_path / 'export'
+        export_model(load_model(tmp_path / 'start.pth'), start, [str(label) for label in range(10)])
+    if source == 'name':
+        start, preprocessing = 'vit_base_patch16_siglip_384', {'input_size': (3, 384, 384), 'crop_pct': 0.9}
     (tmp_path / 'own.yaml').write_text('model: {name: aft_conv_tiny}\ndata: {img_size: null, crop_pct: null}\n')
+    monkeypatch.setattr(timm, 'create_model', None)
     data = load_config(tmp_path / 'own.yaml', [f'run.init_from={start}']).data
-    assert (data.img_size, data.crop_pct) == ((48, 64), 0.75)
+    assert (data.img_size, data.crop_pct) == (preprocessing['input_size'][1:], preprocessing['crop_pct'])
     with pytest.raises(ValueError, match=r'absent\.pth, which does not exist'):
         load_config(tmp_path / 'own.yaml', ['run.init_from=absent.pth'])
 
@@ -154,7 +167,7 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('optim.lrr=3', r"optim\.lrr = 3: Key 'lrr' not in 'OptimConfig'\. Did you mean: 'lr'"),
         ('shedule.epochs=3', r"^command line: shedule\.epochs = 3: Key .* Did you mean: 'schedule'"),
         ('optim.lr=fast', r"optim\.lr = 'fast': .*could not be converted to Float"),
-        ('data.batch_size=1.5', r'data\.batch_size = 1\.5: '),
+        ('data.batch_size=1.5', r"data\.batch_size = '1\.5': "),
         ('data.img_size=[1,2,3]', r'data\.img_size = \[1, 2, 3\]: .*length 3'),
         ('data.dir=null', r"data\.dir = None: Incompatible value 'None'"),
         ('model=3', r'^command line: model = 3: '),
@@ -380,12 +393,16 @@ def test_the_same_name_on_the_command_line_keeps_the_arguments_of_the_file(tmp_p
     assert not capsys.readouterr().err
 
 
-def test_a_file_with_another_name_than_its_base_keeps_what_the_model_takes(tmp_path, capsys):
-    (tmp_path / 'base.yaml').write_text('model: {name: aft_conv_tiny, depth: 2, kernel_size: 3}\n')
+def test_a_file_with_another_name_than_its_base_is_about_the_model_of_that_name(tmp_path, capsys):
+    (tmp_path / 'base.yaml').write_text('model: {name: aft_conv_tiny, depth: 2, kernel_size: 3, drop_path_rate: 0.1}\n')
     file = tmp_path / 'file.yaml'
-    file.write_text('base: base.yaml\nmodel: {name: deit_tiny_patch16_224}\n')
-    assert load_config(file).model == {'name': 'deit_tiny_patch16_224', 'depth': 2}
-    assert 'left out: deit_tiny_patch16_224 has no such argument' in capsys.readouterr().err
+    file.write_text('base: base.yaml\nmodel: {name: deit_tiny_patch16_224, embed_dim: 96}\n')
+    expected = {'name': 'deit_tiny_patch16_224', 'embed_dim': 96, 'drop_path_rate': 0.1}
+    assert load_config(file).model == expected
+    note = (
+        f'model.depth, model.kernel_size of {tmp_path / "base.yaml"} left out: deit_tiny_patch16_224 is another model'
+    )
+    assert note in capsys.readouterr().err
 
 
 def test_arguments_of_another_mixer_are_left_out(tmp_path):

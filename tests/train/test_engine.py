@@ -26,12 +26,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from aft_vision.commandline import run_command
 from aft_vision.data import STEP, Augmentation, Loaders, derive_seed
 from aft_vision.data.images import CorruptImageError
 from aft_vision.data.shards import WebDataset
 from train.build import create_state
 from train.checkpoint import Saver
+from train.command_line import run_command
 from train.diagnosis import NonFiniteLossError
 from train.distributed import World
 from train.engine import fit, train_one_epoch, train_step

@@ -14,9 +14,9 @@ import train.imagenet
 import train.pixel
 import train.recall
 import train.throughput
-from aft_vision.commandline import run_command
 from aft_vision.models.transfer_source import build_model
 from train.build import check_image_sizes, model_arguments
+from train.command_line import run_command
 from train.config import load_config
 from train.fastformer.schema import TextConfig
 from train.fastformer.tasks import load_text_config

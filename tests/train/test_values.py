@@ -95,19 +95,17 @@ def test_quotes_around_a_text_are_no_part_of_it_and_null_without_them_is_none():
     assert (config.run.dir, config.run.init_from, config.data.dir, config.data.eval_split) == ('0123', 'null', '', None)
 
 
-def test_numbers_and_booleans_are_those_of_yaml_1_2():
+def test_numbers_and_booleans_are_read_for_the_type_of_their_key():
     section = load(
-        'clothing_demo', 'optim.lr=1e-3', 'data.batch_size=0x1E', 'optim.weight_decay=.5', 'run.compile=True'
+        *('clothing_demo', 'optim.lr=1e-3', 'data.batch_size=030', 'optim.weight_decay=.5', 'run.compile=yes'),
+        *('data.img_size=[064, 96]', 'model.depth="2"'),
     )
-    assert (section.optim.lr, section.data.batch_size, section.optim.weight_decay, section.run.compile) == (
-        1e-3,
-        30,
-        0.5,
-        True,
-    )
+    assert (section.optim.lr, section.optim.weight_decay) == (1e-3, 0.5)
+    assert (section.data.batch_size, section.data.img_size) == (30, (64, 96))
+    assert (section.run.compile, section.model['depth']) == (True, 2)
     # Arguments of any type.
-    config = load('clothing_demo', 'optim.args={eps: 5e-4, a: "1_000", b: "no", c: 0o17, d: ["010", 1.0]}')
-    assert config.optim.args == {'eps': 5e-4, 'a': '1_000', 'b': 'no', 'c': 15, 'd': ['010', 1.0]}
+    config = load('clothing_demo', 'optim.args={eps: 5e-4, a: "1_000", b: "no", c: no, d: ["010", 1.0]}')
+    assert config.optim.args == {'eps': 5e-4, 'a': '1_000', 'b': 'no', 'c': False, 'd': ['010', 1.0]}
 
 
 @pytest.mark.parametrize(
@@ -124,31 +122,22 @@ def test_the_file_of_weights_keeps_its_name(key):
 @pytest.mark.parametrize(
     ('override', 'said'),
     [
-        ('schedule.epochs=1:30', "schedule.epochs = '1:30'"),
-        ('data.batch_size=010', "data.batch_size = '010'"),
-        ('data.batch_size="1_000"', "data.batch_size = '1_000'"),
-        ('data.img_size=[064,64]', "data.img_size = '064'"),
-        ('run.cpu_threads=0b11', "run.cpu_threads = '0b11'"),
-        ('optim.lr=1_0.5', "optim.lr = '1_0.5'"),
-        ('optim.lr=.5_0', "optim.lr = '.5_0'"),
-        ('optim.args={eps: .5_0}', "optim.args.eps = '.5_0'"),
-        ('data.batch_size=08', "data.batch_size = '08'"),
-        ('model.depth=010', "model.depth = '010'"),
-        ('run.compile=no', "run.compile = 'no'"),
-        ('optim.args={amsgrad: no}', "optim.args.amsgrad = 'no'"),
-        ('optim.args={betas: [0.9, 1_0]}', "optim.args.betas = '1_0'"),
+        ('schedule.epochs=1:30', r"schedule\.epochs = '1:30': .*Integer"),
+        ('data.img_size=[0b1,64]', r'data\.img_size = \[0b1, 64\]: .*Integer'),
+        ('optim.lr=fast', r"optim\.lr = 'fast': .*Float"),
+        ('run.compile=maybe', r"run\.compile = 'maybe': .*bool"),
+        ('run.amp=bf16', r"run\.amp = 'bf16': .*expected one of \['none', 'bfloat16', 'float16'\]"),
     ],
 )
-def test_a_number_or_a_boolean_of_yaml_1_1_is_refused_by_its_key(tmp_path, override, said):
-    with pytest.raises(ValueError, match=r'^command line: ') as error:
+def test_a_value_of_another_type_is_refused_by_its_key(tmp_path, override, said):
+    with pytest.raises(ValueError, match=f'^command line: {said}'):
         load('clothing_demo', override)
-    assert f'{said} is a number or a boolean only in YAML 1.1; ' in str(error.value)
-    section, key, value = *override.partition('=')[0].split('.'), override.partition('=')[2]
+    key, _, value = override.partition('=')
+    section, key = key.split('.')
     file = tmp_path / 'file.yaml'
     file.write_text(f'base: {SMOKE / "clothing_demo.yaml"}\n{section}: {{{key}: {value}}}\n')
-    with pytest.raises(ValueError, match=r'file\.yaml') as error:
+    with pytest.raises(ValueError, match=rf'file\.yaml: {said}'):
         load_config(file)
-    assert f'{said} is a number or a boolean only in YAML 1.1; ' in str(error.value)
 
 
 def test_a_key_given_twice_is_refused():

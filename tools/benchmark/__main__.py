@@ -7,7 +7,7 @@ text        Text encoders at lengths T (Fastformer Fig. 2); with --behaviors M t
 loader      Loaders of training images: images/s and CPU time, next to timm's and FFCV's own.
 goals       The promises of this project, with a floor and a goal each; --goals is the same. Exits with 1 if a measured
             measurement is below its floor or fails; open is what lacks its device, instructions or package.
-table       AFT Table 2, 4, 7 or 8: the paper's speed and memory next to those of this machine.
+table       AFT Table 2, 4, 7 or 8: the paper's speed and memory next to this machine's.
 
 Times are medians, ratios are taken within a round, where the alternatives run one after the other in one process, and
 come with their quartiles: above 1 is faster than the baseline. That of attention is F.scaled_dot_product_attention;
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.arguments import DTYPES, parse_count, parse_positive, parse_size
-from train.command_line import CommandParser
+from train.command_line import CommandParser, run_command
 
 SMALL = 'deit_small_patch16_224'
 PEERS = 'cpubone_b0_bfrobust poolformer_s12 convnext_tiny mambaout_tiny xcit_small_12_p16_224'
@@ -117,7 +117,6 @@ if __name__ == '__main__':
 
 import torch
 
-from aft_vision.commandline import run_command
 from aft_vision.cores import LoadMeter, count_cores
 from aft_vision.devices import resolve_device
 from aft_vision.files import write_json

@@ -218,7 +218,7 @@ def math_attention() -> Iterator[None]:
 
 
 class _WeightsCheck(TorchFunctionMode):
-    """A check, before attention forms its weights, that those of a forward pass fit: all in training, else one's."""
+    """A check that the weights of attention fit before they are formed: of all layers in training, else of one."""
 
     needed = 0
 

@@ -39,7 +39,7 @@ def measure_decode(device: torch.device, rounds: int, **model_args: Any) -> list
     Returns:
         A row for each batch size and model: `image_seconds` of the batch is the trapezoid sum of the times of a token,
         `ratio` the Transformer's over it, `flatness` the time of a token at the last position over that at the second,
-        both within a round, and `state_bytes` those of one image. Times are medians over the rounds.
+        both within a round, and `state_bytes` the bytes of one image. Times are medians over the rounds.
     """
     models = {name: create_decoder(name, **model_args).to(device).eval() for name in MODELS}
     rows: list[dict[str, Any]] = []
@@ -51,14 +51,14 @@ def measure_decode(device: torch.device, rounds: int, **model_args: Any) -> list
             fill_state(state)
             rows.append({'batch_size': batch, 'name': name, 'state_bytes': state.num_bytes() // batch})
             state, counts = share_positions(state)
-            calls += [partial(step_at, Session(model, state).step, tokens, counts, place) for place in POSITIONS]
-        found = torch.tensor(time_rounds(calls, device, rounds, progress=True), dtype=torch.float64)
-        seconds = found.view(len(models), len(POSITIONS), rounds)
+            calls += [partial(step_at, Session(model, state).step, tokens, counts, position) for position in POSITIONS]
+        times = torch.tensor(time_rounds(calls, device, rounds, progress=True), dtype=torch.float64)
+        seconds = times.view(len(models), len(POSITIONS), rounds)
         # A sequence has a token more than steps between its first and its last position.
         tokens_per_step = (POSITIONS[-1] + 1) / POSITIONS[-1]
         images = (tokens_per_step * torch.trapezoid(seconds, torch.tensor(POSITIONS), dim=1)).tolist()
         for row, token, image in zip(rows[-len(models) :], seconds.tolist(), images, strict=True):
-            row |= {'token_ms': {place: 1e3 * median(each) for place, each in zip(POSITIONS, token, strict=True)}}
+            row |= {'token_ms': {position: 1e3 * median(each) for position, each in zip(POSITIONS, token, strict=True)}}
             ratio, flat = compare_rounds(image, images[0]), compare_rounds(token[1], token[-1])
             row |= {'image_seconds': ratio.seconds, 'ratio': ratio.ratio, 'ratio_quartiles': ratio.quartiles}
             row |= {'flatness': flat.ratio, 'flatness_quartiles': flat.quartiles}
@@ -78,8 +78,8 @@ def share_positions(state: DecoderState) -> tuple[DecoderState, Tensor]:
     """
     leaves, spec = tree_flatten(state)
     counts = state.position.repeat(sum(x.dtype == torch.int64 for x in leaves))
-    places = iter(counts)
-    return tree_unflatten([next(places) if x.dtype == torch.int64 else x for x in leaves], spec), counts
+    values = iter(counts)
+    return tree_unflatten([next(values) if x.dtype == torch.int64 else x for x in leaves], spec), counts
 
 
 def fill_state(state: DecoderState) -> None:

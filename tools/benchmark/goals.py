@@ -166,7 +166,7 @@ def measure_goals(goals: Sequence[Goal], rounds: int) -> list[dict[str, Any]]:
 
     Returns:
         A row for each: `row`, `what`, `floor`, `goal`, `at_most`, the fields of its Measurement, the `processor`,
-        `error` (why it failed), and `verdict`: that of the goal, `failed`, or `open` where what it needs is absent.
+        `error` (why it failed), and `verdict`: the goal's, `failed`, or `open` where what it needs is absent.
     """
     rows = []
     for goal in tqdm(goals, desc='goals', leave=False, disable=None):

@@ -82,17 +82,17 @@ def find_loaders(source: str, img_size: int, batch_size: int, workers: int) -> d
         loaders.set_epoch(epoch)
         return loaders.train.loader
 
-    found: dict[str, Epoch] = {source: ours}
-    place = Path(source) / 'train'
-    if place.is_dir():
+    epochs: dict[str, Epoch] = {source: ours}
+    folder = Path(source) / 'train'
+    if folder.is_dir():
         options: dict[str, Any] = dict(color_jitter=0.0, interpolation='bicubic', persistent_workers=workers > 0)
         images = create_dataset('', source, split='train', is_training=True)
         options |= dict(is_training=True, num_workers=workers, device=torch.device('cpu'))
         timms = create_loader(images, (3, img_size, img_size), batch_size, **options)
-        found[f"{source}, timm's loader"] = lambda epoch: timms.loader
-    elif (path := place.with_suffix('.beton')).is_file():
-        found[f"{source}, FFCV's Loader"] = _ffcv_loader(path, img_size, batch_size, workers)
-    return found
+        epochs[f"{source}, timm's loader"] = lambda epoch: timms.loader
+    elif (path := folder.with_suffix('.beton')).is_file():
+        epochs[f"{source}, FFCV's Loader"] = _ffcv_loader(path, img_size, batch_size, workers)
+    return epochs
 
 
 def _ffcv_loader(path: Path, img_size: int, batch_size: int, workers: int) -> Epoch:

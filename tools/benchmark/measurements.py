@@ -63,7 +63,7 @@ class Measurement(NamedTuple):
 def speed(
     make: Make, direction: str = 'forward', dtype: str = 'float32', device: torch.device = CPU, *, rounds: int
 ) -> Measurement:
-    """Measure the time of the first candidate over that of the last.
+    """Measure the time of the first candidate over the last one's.
 
     Args:
         dtype: Key of PRECISIONS, of autocast around all calls, which then casts the weights once.
@@ -76,7 +76,7 @@ def speed(
 
 
 def memory(make: Make, direction: str = 'forward', *, rounds: int) -> Measurement:
-    """Measure the peak of the last candidate over that of the first."""
+    """Measure the peak of the last candidate over the first one's."""
     return Measurement(_rows(make(), CPU, 0, directions=[direction])[1]['peak_ratio'])
 
 
@@ -87,7 +87,7 @@ def memory_exponent(make: Callable[[int], Candidate], lengths: tuple[int, int], 
 
 
 def saved_bytes(operation: Operation, *, rounds: int) -> Measurement:
-    """Measure the bytes kept for the backward over those of attention."""
+    """Measure the bytes kept for the backward over attention's."""
     attention, own = (each.prepare(True) for each in candidates_of([operation])[::2])
     # q, k and v count: attention and the operation are given the same. The position bias is a weight.
     return Measurement(saved_memory(own.forward, own.leaves[3:]) / saved_memory(attention.forward))
@@ -115,13 +115,13 @@ def decoding(name: str, batch: int, key: str, *, rounds: int) -> Measurement:
     return Measurement(row[key], row[f'{key}_quartiles'])
 
 
-def loader_cost(kind: str, *, rounds: int) -> Measurement:
-    """Measure the CPU time of an image of our loader over that of timm's, of a 'folder', or of FFCV's own, 'ffcv'."""
+def loader_cost(files: str, *, rounds: int) -> Measurement:
+    """Measure the CPU time of an image of our loader over timm's, of a 'folder', or FFCV's own, 'ffcv'."""
     with TemporaryDirectory() as folder:
         source = Path(folder) / 'images'
         for split, count in (('train', PHOTOGRAPHS), ('val', 2)):
             _write_photographs(source / split, count)
-        if kind == 'ffcv':
+        if files == 'ffcv':
             from tools.write_ffcv import main as write_ffcv
 
             images, source = source, Path(folder) / 'ffcv'
@@ -133,15 +133,15 @@ def loader_cost(kind: str, *, rounds: int) -> Measurement:
 
 
 def step_cost(*, rounds: int) -> Measurement:
-    """Measure the time of an update by our trainer over that of a written-out one of timm's task, on one batch."""
+    """Measure the time of an update by our trainer over a written-out one of timm's task, on one batch."""
     words = [*STEP.split(), '--rounds', str(rounds), f'run.cpu_threads={torch.get_num_threads()}']
     # The trainer is a program of its own: tools import nothing of it.
     command = [sys.executable, '-m', 'train.throughput', *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.search(r'bare update: ([\d.]+), quartiles ([\d.]+) to ([\d.]+)', done.stdout)
-    if found is None:
+    match = re.search(r'bare update: ([\d.]+), quartiles ([\d.]+) to ([\d.]+)', done.stdout)
+    if match is None:
         raise RuntimeError(f'expected the ratio of updates from train.throughput, got {done.stderr or done.stdout}')
-    value, low, high = map(float, found.groups())
+    value, low, high = map(float, match.groups())
     return Measurement(value, (low, high))
 
 
@@ -171,7 +171,7 @@ def _images_per_second(words: Sequence[str]) -> float:
 
 
 def roofline_share(operation: Operation, dtype: torch.dtype, device: torch.device, *, rounds: int) -> Measurement:
-    """Measure the shortest time that a GPU could take for a forward over that of its kernels.
+    """Measure the shortest time that a GPU could take for a forward over the time of its kernels.
 
     That is the larger of the times for its floating-point operations, and for q, k, v and the result, each read or
     written once, at the rates of a matrix product and a copy.

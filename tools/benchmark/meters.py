@@ -97,6 +97,6 @@ def _allocations(call: Callable[[], object]) -> list[tuple[int, int]]:
     # The list grows by the children of each event.
     for event in events:
         events += event.children
-    found = [event for event in events if event.tag == _EventType.Allocation]
-    found.sort(key=lambda event: event.start_time_ns)
-    return [(x.alloc_size, x.ptr) for x in (event.extra_fields for event in found) if x.device.type == 'cpu']
+    allocations = [event for event in events if event.tag == _EventType.Allocation]
+    allocations.sort(key=lambda event: event.start_time_ns)
+    return [(x.alloc_size, x.ptr) for x in (event.extra_fields for event in allocations) if x.device.type == 'cpu']

@@ -24,7 +24,7 @@ from tools.benchmark.printer import Report
 VIT_FILES = ('aft_vit', 'deit', 'vision_transformer')
 # Relative to the largest logit: whether a runtime computes the same model, not how exact it is.
 EXPORT_TOLERANCE = 1e-3
-# A baseline whose linear layers are those of torch.
+# A baseline with torch's linear layers.
 TIMM_DEFAULTS = 'as timm has it'
 # (B, 3, H, W)
 Images = tuple[int, int, int, int]
@@ -44,13 +44,13 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
                 candidates = classifiers(names, shape, device)
                 if (device.type, args.dtype) == ('cpu', 'float32') and not args.training and onednn_is_faster():
                     candidates.insert(1, classifier(names[0], shape, device, fuses=False))
-                found = compare(candidates, device, args.rounds, **options)
+                measured = compare(candidates, device, args.rounds, **options)
             else:
-                # Its memory is that of its first call, which torch does not see.
+                # Its first call takes its memory, which torch does not see.
                 candidates = [runtime_candidate(name, shape, runtime) for name in names]
                 options = dict(directions=['forward'], count=args.batch_size, memory=False)
-                found = [{**row, 'form': runtime} for row in compare(candidates, device, args.rounds, **options)]
-            rows += [{'size': size, **row} for row in found]
+                measured = [{**row, 'form': runtime} for row in compare(candidates, device, args.rounds, **options)]
+            rows += [{'size': size, **row} for row in measured]
     return Report(rows, f'classifiers, batch of {args.batch_size}; ratios to {args.baseline} of that size and runtime')
 
 
@@ -68,9 +68,9 @@ def model_names(*names: str) -> list[str]:
 
 def classifiers(names: Sequence[str], shape: Images, device: torch.device) -> list[Candidate]:
     """Return models, the paper's baseline of the first one after it, if that has fused attention."""
-    found = [classifier(name, shape, device) for name in names]
+    candidates = [classifier(name, shape, device) for name in names]
     is_fused = any(getattr(module, 'fused_attn', False) for module in timm.create_model(names[0]).modules())
-    return next_to_the_paper(found) if is_fused else found
+    return next_to_the_paper(candidates) if is_fused else candidates
 
 
 def classifier(name: str, shape: Images, device: torch.device, fuses: bool = True) -> Candidate:

@@ -31,7 +31,7 @@ class Operation(NamedTuple):
         name: Name of a function of `ops`.
         shape: (B, T, D) of q and v, and of k, which has as many channels for AFT-conv as its kernel has heads.
         heads: Number in the attention.
-        bias: Shape of the position bias; of AFT-axial only its heads, as its lengths are those of the grid.
+        bias: Shape of the position bias; of AFT-axial only its heads, as the grid has its lengths.
         bias_dim: Length of the factors that the bias is made from within the call; None takes the bias as it is.
     """
 
@@ -129,8 +129,8 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
         if name in args.groups:
             # The layers cast; the operations are given q, k and v of the data type.
             autocast = args.dtype if 'layers' in name else 'float32'
-            found = compare(candidates, device, args.rounds, dtype=autocast, compiled=args.compile, graph=args.graph)
-            rows += [{'group': name, 'shape': shape, **row} for row in found]
+            measured = compare(candidates, device, args.rounds, dtype=autocast, compiled=args.compile, graph=args.graph)
+            rows += [{'group': name, 'shape': shape, **row} for row in measured]
     return Report(rows, 'ratios to the first row of a group; kept: for the backward, besides what gets gradients')
 
 

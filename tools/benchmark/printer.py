@@ -53,7 +53,10 @@ COLUMNS: dict[str, tuple[str, str | Callable[[Any], str]]] = {
     'paper_ratio': ('paper: ratio', '.2f'),
     'paper_memory_ratio': ('memory', '.2f'),
     'parameters': ('params', ','),
-    'token_ms': ('ms of a token by position', lambda by: ' '.join(f'{place}: {ms:.2f}' for place, ms in by.items())),
+    'token_ms': (
+        'ms of a token by position',
+        lambda by: ' '.join(f'{position}: {ms:.2f}' for position, ms in by.items()),
+    ),
     'flatness': ('last/300', '.3f'),
     'image_seconds': ('image s', '.1f'),
     'per_second': ('/s', '.4g'),

@@ -52,12 +52,12 @@ def measure_until(
             candidates = make(batch, length)
             first = candidates[0].name
             running = [x._replace(baseline=x.baseline or first) for x in candidates if x.name not in stopped]
-            found = compare(running, device, rounds, dtype=dtype, directions=[direction]) if running else []
-            rows += [{'tokens': length, 'batch_size': batch, **row} for row in found]
-            stopped |= {row['name'] for row in found if 'error' in row}
+            measured = compare(running, device, rounds, dtype=dtype, directions=[direction]) if running else []
+            rows += [{'tokens': length, 'batch_size': batch, **row} for row in measured]
+            stopped |= {row['name'] for row in measured if 'error' in row}
             # No call grows faster than this.
             growth = more * following**2 / (batch * length**2)
-            for row in (row for row in found if 'error' not in row):
+            for row in (row for row in measured if 'error' not in row):
                 seconds, gib = growth * row.get('milliseconds', 0) / 1e3, growth * row['peak_bytes'] / 2**30
                 if seconds > most_seconds or gib > limit:
                     stopped.add(row['name'])
@@ -77,8 +77,8 @@ def fit_exponent(x: Sequence[float], values: Sequence[float]) -> float | None:
     points = np.array([(a, b) for a, b in zip(x, values, strict=True) if a >= middle and b > 0])
     if len({a for a, _ in points}) < 2:
         return None
-    sizes, found = np.log(points).T
-    return float(np.polyfit(sizes, found, 1)[0])
+    sizes, log_values = np.log(points).T
+    return float(np.polyfit(sizes, log_values, 1)[0])
 
 
 def report_fits(rows: list[dict[str, Any]], head: str, quantities: Sequence[str] = QUANTITIES) -> Report:

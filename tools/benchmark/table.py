@@ -1,4 +1,4 @@
-"""AFT Tables 2, 4, 7 and 8: the paper's speed and memory next to those of this machine."""
+"""AFT Tables 2, 4, 7 and 8: the paper's speed and memory next to this machine's."""
 
 import argparse
 from pathlib import Path

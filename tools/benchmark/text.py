@@ -44,9 +44,9 @@ def run(args: argparse.Namespace, device: torch.device) -> Report:
 
 
 def measure_lengths(args: argparse.Namespace, names: Sequence[str], device: torch.device) -> Report:
-    """Measure the classifier of MIND with encoders at lengths, those of one length interleaved.
+    """Measure the classifier of MIND with encoders at lengths, interleaved at each length.
 
-    The rows are those of `measure_until`, with the time and memory of one text of the batch.
+    Returns the rows of `measure_until`, with the time and memory of one text of the batch.
     """
 
     def prepare(name: str, batch: int, tokens: int, training: bool) -> Prepared:
@@ -80,18 +80,18 @@ def measure_requests(args: argparse.Namespace, names: Sequence[str], device: tor
     """Measure single requests with every encoder, interleaved, for numbers of behaviours."""
     rows: list[dict[str, Any]] = []
     for length in sorted(set(args.behaviors or BEHAVIORS)):
-        for kind in (WHOLE, KEPT, TRAINING):
-            requests = [Candidate(name, partial(make_request, name, length, kind, device)) for name in names]
-            options = dict(dtype=args.dtype, directions=DIRECTIONS[kind == TRAINING :][:1], single=True)
+        for request in (WHOLE, KEPT, TRAINING):
+            requests = [Candidate(name, partial(make_request, name, length, request, device)) for name in names]
+            options = dict(dtype=args.dtype, directions=DIRECTIONS[request == TRAINING :][:1], single=True)
             # A step of training takes far longer than a request.
-            rounds = max(1, (args.rounds or 100) // 10) if kind == TRAINING else args.rounds or 100
-            found = compare(next_to_the_paper(requests), device, rounds, **options)
-            rows += [{'behaviors': length, 'what': kind, **row} for row in found]
+            rounds = max(1, (args.rounds or 100) // 10) if request == TRAINING else args.rounds or 100
+            measured = compare(next_to_the_paper(requests), device, rounds, **options)
+            rows += [{'behaviors': length, 'what': request, **row} for row in measured]
     return Report(rows, f'one user with {ADS} ads, {TEXT_TOKENS} tokens a text; ratios to the first encoder')
 
 
-def make_request(name: str, behaviors: int, kind: str, device: torch.device, training: bool) -> Prepared:
-    """Return a kind of request of an encoder, in which the texts of behaviours come before those of the ads."""
+def make_request(name: str, behaviors: int, what: str, device: torch.device, training: bool) -> Prepared:
+    """Return a kind of request of an encoder, in which the texts of behaviours come before the texts of the ads."""
     generator = torch.Generator().manual_seed(0)
     texts = behaviors + ADS
     # Id 0 is padding.
@@ -113,4 +113,4 @@ def make_request(name: str, behaviors: int, kind: str, device: torch.device, tra
         TRAINING: lambda: model(*request, labels=labels).loss,
     }
     # The gradients of the weights exist before a call, which adds to them.
-    return Prepared(calls[kind], list(model.parameters()), learn=Tensor.backward)
+    return Prepared(calls[what], list(model.parameters()), learn=Tensor.backward)

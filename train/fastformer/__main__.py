@@ -35,11 +35,11 @@ from accelerate import PartialState
 from datasets import disable_progress_bars
 from transformers.utils import logging
 
-from aft_vision.commandline import run_command
 from aft_vision.cores import limit_threads
 from aft_vision.devices import resolve_device
 from aft_vision.files import write_json
 from train.checkpoint import holds_run, lock_run
+from train.command_line import run_command
 from train.config import save_config
 from train.fastformer.run import CONFIG, RESULT, TextRun
 from train.fastformer.schema import TextConfig
@@ -53,10 +53,9 @@ FREE_DATA_KEYS = ('eval_batch_size', 'eval_split', 'num_workers')
 RUN_KEYS = ('init_from', 'amp', 'attention')
 # Keys that determine the training examples of any task.
 SPLIT_KEYS = (
-    *('kind', 'hub_config', 'revision', 'drop_incomplete', 'drop_missing', 'max_texts', 'valid_path', 'test_path'),
-    *('text_columns', 'label_column', 'summary_column', 'skip_lines', 'bodies'),
-    *('split_column', 'division', 'test_share', 'valid_share', 'split_seed'),
-)
+    'kind hub_config revision drop_incomplete drop_missing max_texts valid_path test_path text_columns label_column '
+    'summary_column skip_lines bodies split_column division test_share valid_share split_seed'
+).split()
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
@@ -92,8 +91,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         run.arguments(folder, config.run.seeds[0])
         if args.eval:
             for source, metrics in evaluate(run).items():
-                found = describe({name: metrics[name] for name in run.metrics if name in metrics})
-                processes.print(f'{source}, {config.data.eval_split}: {found or "ranked, without labels to measure"}')
+                results = describe({name: metrics[name] for name in run.metrics if name in metrics})
+                processes.print(f'{source}, {config.data.eval_split}: {results or "ranked, without labels to measure"}')
             return None
         run.check_splits()
         with lock_run(folder) if processes.is_main_process else nullcontext():
@@ -154,10 +153,10 @@ def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
     for section in [name for name in old if name != 'task']:
         keys = RUN_KEYS if section == 'run' else sorted(old[section].keys() | new[section].keys())
         for key in [key for key in keys if section != 'data' or key not in FREE_DATA_KEYS]:
-            was, found = old[section].get(key), new[section].get(key)
-            if differ(key, was, found):
+            was, given = old[section].get(key), new[section].get(key)
+            if differ(key, was, given):
                 raise ValueError(
-                    f'expected {section}.{key} = {was!r} as in {source}, which is to be resumed, got {found!r}; set '
+                    f'expected {section}.{key} = {was!r} as in {source}, which is to be resumed, got {given!r}; set '
                     'another run.dir, or run.overwrite=true'
                 )
 
@@ -165,19 +164,19 @@ def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:
 def check_same_split(before: TextConfig, now: TextConfig, source: Path) -> None:
     """Raise a ValueError if the data are split differently than in training, which could evaluate training texts."""
     for key in SPLIT_KEYS:
-        was, found = getattr(before.data, key, None), getattr(now.data, key, None)
-        if differ(key, was, found):
+        was, given = getattr(before.data, key, None), getattr(now.data, key, None)
+        if differ(key, was, given):
             raise ValueError(
-                f'expected data.{key} = {was!r} as in {source}, or texts of training may be evaluated, got {found!r}; '
+                f'expected data.{key} = {was!r} as in {source}, or texts of training may be evaluated, got {given!r}; '
                 'run.init_from names a model to evaluate on any data'
             )
 
 
-def differ(key: str, was: Any, found: Any) -> bool:
+def differ(key: str, was: Any, now: Any) -> bool:
     """Return True if two values of a key mean different experiments: files may have moved."""
     if key.endswith('path') or key in ('glove', 'bodies'):
-        return (was is None) != (found is None)
-    return was != found
+        return (was is None) != (now is None)
+    return was != now
 
 
 def evaluate(run: TextRun) -> dict[str, dict[str, float]]:

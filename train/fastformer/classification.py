@@ -110,10 +110,10 @@ class ClassificationRun(TextRun):
         return TextTrainer(data_collator=collate, compute_metrics=classification_metrics, **options)
 
     def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
-        found = list(dict(model.config.id2label or {}).values())
-        if found != self.class_names:
+        classes = list(dict(model.config.id2label or {}).values())
+        if classes != self.class_names:
             raise ValueError(
-                f'expected a model of the classes {", ".join(self.class_names)}, got {source} with {", ".join(found)}'
+                f'expected a model of the classes {", ".join(self.class_names)}, got {source} with {", ".join(classes)}'
             )
         super().check_loaded(model, source)
 

@@ -93,7 +93,7 @@ class RecommendationTrainer(EpochTrainer):
         if self.args.world_size == 1:
             return part
         whole = torch.zeros(len(behaviors.candidates.values))
-        whole[torch.from_numpy(behaviors.candidates.places(rows))] = torch.from_numpy(part)
+        whole[torch.from_numpy(behaviors.candidates.indices(rows))] = torch.from_numpy(part)
         return self.accelerator.reduce(whole.to(self.args.device), 'sum').cpu().numpy()
 
     def evaluate(  # type: ignore[override]
@@ -103,8 +103,8 @@ class RecommendationTrainer(EpochTrainer):
         metric_key_prefix: str = 'eval',
     ) -> dict[str, float]:
         behaviors: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        found = measure(self.scores(behaviors), behaviors)
-        metrics = {f'{metric_key_prefix}_{name}': value for name, value in found.items()}
+        ranked = measure(self.scores(behaviors), behaviors)
+        metrics = {f'{metric_key_prefix}_{name}': value for name, value in ranked.items()}
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -203,9 +203,11 @@ class RecommendationRun(TextRun):
     def check_loaded(self, model: PreTrainedModel, source: str | Path) -> None:
         if not isinstance(model, FastformerForNewsRecommendation):
             raise ValueError(f'expected a recommender, got {source} with a {type(model).__name__}')
-        found, expected = model.config.max_behaviors, self.config.data.max_behaviors
-        if found != expected:
-            raise ValueError(f'expected a model of {expected} clicks (data.max_behaviors), got {source} with {found}')
+        behaviors, expected = model.config.max_behaviors, self.config.data.max_behaviors
+        if behaviors != expected:
+            raise ValueError(
+                f'expected a model of {expected} clicks (data.max_behaviors), got {source} with {behaviors}'
+            )
         super().check_loaded(model, source)
 
     def check_as_stated(self, model: PreTrainedModel, source: str | Path) -> None:
@@ -235,15 +237,15 @@ class RecommendationRun(TextRun):
 
     def evaluate_all(self, sources: Sequence[Path], split: str) -> dict[str, dict[str, float]]:
         """Evaluate saved models, with `data.ensemble` also their ensemble, and write their ranks."""
-        found, scores = {}, []
+        results, scores = {}, []
         for source in sources:
             trainer = self.load_trainer(source)
             scores.append(trainer.scores(self.splits[split]))
-            found[str(source)] = self.write(scores[-1], split, self.output_dir(source))
+            results[str(source)] = self.write(scores[-1], split, self.output_dir(source))
         if self.config.data.ensemble:
             mean = np.stack(scores).mean(axis=0, dtype=np.float64)
-            found[f'ensemble of {len(sources)}'] = self.write(mean, split, self.folder)
-        return found
+            results[f'ensemble of {len(sources)}'] = self.write(mean, split, self.folder)
+        return results
 
     def summarize_data(self) -> dict[str, Any]:
         return {'impressions': self.counts(), 'news': len(self.news)}

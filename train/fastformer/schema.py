@@ -1,7 +1,7 @@
 """The sections and keys shared by the experiments of all tasks; each task adds keys to `data`."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ from aft_vision.data.ranges import check_ranges, within
 from aft_vision.errors import IMPORT_HINT
 from aft_vision.fastformer import ENCODERS, PRESETS, FastformerConfig
 from train.config_layers import as_yaml
-from train.model_section import check_arguments, described, meanings_of, supported
+from train.model_section import arguments_schema, check_arguments, refuse_reserved
 from train.schema import Experiment, require, unknown
 
 RESERVED_KEYS = {
@@ -98,7 +98,7 @@ class TextOptimizer:
     Attributes:
         name: An optimizer of transformers; `adamw_torch` without weight decay is Adam.
         lr: Peak learning rate.
-        weight_decay: Weight decay of all parameters except biases and those of normalisation.
+        weight_decay: Weight decay of all parameters except biases and normalisation.
         beta1, beta2, eps: Parameters of Adam and similar optimizers.
         accumulate: Accumulation steps of an update: micro-batches that each process splits its shard of a batch into.
         clip_grad: Largest gradient norm; None for no clipping.
@@ -149,7 +149,7 @@ class TextRunConfig:
         overwrite: Allow a folder that already holds runs, which are removed.
         resume: `auto` keeps finished seeds, continues an interrupted one from its last checkpoint, and starts the
             others. None starts all.
-        imports: Modules or Python files to import first, such as one with an encoder of yours: those of the file, its
+        imports: Modules or Python files to import first, such as one with an encoder of yours: of the file, its
             base and the command line, where `--import` adds to them.
         seeds: Seeds of the weights, the order of the texts and dropout; one run for each.
         keep: Number of checkpoints to keep: the latest and, with two or more, the best; 1 keeps both if they differ.
@@ -220,17 +220,13 @@ class TextConfig(Experiment):
     @classmethod
     @cache
     def model_schema(cls) -> type:
-        """Return the keys of the `model` section as a dataclass: ours, without those of every model of transformers."""
+        """Return the keys of the `model` section as a dataclass: ours, without those of transformers."""
         ours = [each for each in reversed(cls.model_config.__mro__) if issubclass(each, FastformerConfig)]
         hints = {name: hint for each in ours for name, hint in each.__annotations__.items()}
-        meanings = {name: meaning for each in ours for name, meaning in meanings_of(each).items()}
-        meanings |= {key: f'Not for an experiment: {reason}.' for key, reason in cls.reserved.items()}
         texts = {'preset': 'A column of the Table 9 presets, which the other keys change.', **cls.more_keys}
-        keys = [(name, str | None, described(name, str, 'null', meaning)) for name, meaning in texts.items()]
-        for name, hint in hints.items():
-            default = as_yaml(getattr(cls.model_config, name, None))
-            keys.append((name, supported(hint), described(name, hint, default, meanings.get(name, ''))))
-        return make_dataclass('Model', keys)
+        reserved = {key: f'Not for an experiment: {reason}.' for key, reason in cls.reserved.items()}
+        defaults = {name: as_yaml(getattr(cls.model_config, name, None)) for name in hints}
+        return arguments_schema({**dict.fromkeys(texts, str), **hints}, ours, {**reserved, **texts}, defaults)
 
     def check_model(self) -> dict[str, Any]:
         """Return the `model` section, `{preset: ..., **keyword arguments of FastformerConfig}`, in its types.
@@ -238,8 +234,7 @@ class TextConfig(Experiment):
         Raises:
             ValueError: an unknown key, a value of the wrong type, or values that exclude each other.
         """
-        for key in self.reserved.keys() & self.model.keys():
-            raise ValueError(f'model.{key} = {self.model[key]!r} is not for an experiment: {self.reserved[key]}')
+        refuse_reserved(self.model, self.reserved)
         checked = check_arguments(self.model, self.model_schema())
         named = (
             ('preset', PRESETS, 'a preset'),
@@ -266,16 +261,16 @@ def stated_model(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_model_config(
-    model: Mapping[str, Any], max_length: int, kind: type[FastformerConfig] = FastformerConfig, **more: Any
+    model: Mapping[str, Any], max_length: int, config_class: type[FastformerConfig] = FastformerConfig, **more: Any
 ) -> FastformerConfig:
     """Create the FastformerConfig of the `model` section: its preset of Table 9, if any, changed by its other keys.
 
     Args:
         max_length: Maximal tokens of a text.
-        kind: That class, or the task's subclass of it.
+        config_class: That class, or the task's subclass of it.
         more: What the data decide.
 
     Raises:
         ValueError: values that exclude each other.
     """
-    return kind(**{**stated_model(model), 'max_position_embeddings': max_length, **more})
+    return config_class(**{**stated_model(model), 'max_position_embeddings': max_length, **more})

@@ -68,7 +68,7 @@ class SummarizationData(TableData):
         return self.kind == 'hub' or (self.kind in PUBLISHED and not self.path)
 
     def own_splits(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        # Those of the published data sets are known, and those of a column are all expected.
+        # The splits of the published data sets are known, and a column is expected to have all.
         if self.split_column is not None or (self.is_remote and self.kind in PUBLISHED):
             return {split: (self.path, {'split': split}) for split in OWN_PATHS}
         return super().own_splits()

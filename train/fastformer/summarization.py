@@ -95,7 +95,9 @@ class SummarizationRun(TextRun):
 
     def arguments(self, folder: Path, seed: int, **more: Any) -> TrainingArguments:
         generates = self.config.generate.validate
-        return super().arguments(folder, seed, kind=Seq2SeqTrainingArguments, predict_with_generate=generates, **more)
+        return super().arguments(
+            folder, seed, arguments_class=Seq2SeqTrainingArguments, predict_with_generate=generates, **more
+        )
 
     def new_trainer(self, **options: Any) -> Trainer:
         model, tokenizer, generate = options['model'], options['processing_class'], self.config.generate
@@ -125,7 +127,7 @@ class SummarizationRun(TextRun):
 
     def test(self, trainer: Any, tokenizer: PreTrainedTokenizerBase, split: str, folder: Path) -> dict[str, float]:
         trainer.args.predict_with_generate = True
-        # It is that of the validation texts.
+        # It is the loss of the validation texts.
         trainer.compute_metrics = None
         output = trainer.predict(self.tokenized(split, tokenizer), metric_key_prefix='test')
         summaries, references = self.generated(output.predictions, split, tokenizer)

@@ -8,7 +8,7 @@ from transformers.training_args import OptimizerNames
 
 from aft_vision.fastformer import PRESETS
 from train.config import build_config
-from train.config_layers import COMMAND_LINE, Layer, convert_layers, last_text, naming_sources, read_layers
+from train.config_layers import COMMAND_LINE, Layer, last_text, naming_sources, read_layers, section, type_layers
 from train.fastformer.classification import ClassificationRun
 from train.fastformer.conversion import ConversionRun
 from train.fastformer.recommendation import RecommendationRun
@@ -39,17 +39,15 @@ def load_text_config(path: str | Path, overrides: Sequence[str] = ()) -> TextCon
         if not isinstance(task, str) or task not in TASKS:
             raise ValueError(unknown('task', task, TASKS, 'a task'))
         schema = TASKS[task].schema
-        layers = drop_for_preset(convert_layers(layers, schema, schema.model_schema()))
+        layers = drop_for_preset(type_layers(layers, schema, schema.model_schema()))
         built = build_config(layers, schema, optimizers)
         return dataclasses.replace(built, model=built.check_model())
 
 
 def drop_for_preset(layers: Sequence[Layer]) -> list[Layer]:
     """Drop arguments of the files that a preset of the command line states, and print one line with them."""
-    given = [layer for source, layer in layers if source == COMMAND_LINE]
-    preset = next(
-        (model['preset'] for layer in reversed(given) if 'preset' in (model := layer.get('model') or {})), None
-    )
+    given = [section(layer, 'model') for source, layer in layers if source == COMMAND_LINE]
+    preset = next((model['preset'] for model in reversed(given) if 'preset' in model), None)
     if preset not in PRESETS:
         return list(layers)
     stated = PRESETS[preset].model

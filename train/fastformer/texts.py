@@ -49,8 +49,8 @@ class TableData(TextData):
         """Return the splits with their own data: their path, and the options of their reader."""
         if self.kind != 'hub':
             return {split: (path, {}) for split, path in self.own_paths().items()}
-        found = get_dataset_split_names(self.path, self.hub_config, revision=self.revision)
-        return {split: (self.path, {'split': split}) for split in OWN_PATHS if split in found}
+        names = get_dataset_split_names(self.path, self.hub_config, revision=self.revision)
+        return {split: (self.path, {'split': split}) for split in OWN_PATHS if split in names}
 
     def reader_options(self, **more: Any) -> dict[str, Any]:
         """Return the options of the readers that are set."""

@@ -65,7 +65,7 @@ def with_epochs(trainer: Trainer, sampler: Sampler) -> Sampler:
     Trainer calls the method too, but not in an epoch that several processes resume half-way: there accelerate wraps the
     sampler.
     """
-    # That of an earlier training.
+    # The file of an earlier training.
     trainer.remove_callback(SetEpoch)
     trainer.add_callback(SetEpoch(sampler))
     return sampler
@@ -109,17 +109,17 @@ class EpochTrainer(Trainer):
     def _save_evaluated(self, folder: Path) -> None:
         """Save what the evaluation has changed: the state and the generators. The other files stay whole."""
         state = self.state
-        place, best = (
+        parent, best = (
             folder / f'{PREFIX_CHECKPOINT_DIR}-{step}' for step in (state.global_step, state.best_global_step)
         )
         if best.is_dir():
             state.best_model_checkpoint = str(best)
-        with tempfile.TemporaryDirectory(dir=place) as written:
+        with tempfile.TemporaryDirectory(dir=parent) as written:
             self._save_rng_state(written)
             if self.args.should_save:
                 state.save_to_json(str(Path(written) / TRAINER_STATE_NAME))
             for path in Path(written).iterdir():
-                os.replace(path, place / path.name)
+                os.replace(path, parent / path.name)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         state, name = self.state, f'eval_{self.args.metric_for_best_model}'
@@ -206,9 +206,9 @@ class EpochMeter(TrainerCallback):
         )
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        found = {name: value for name in self.metrics if (value := kwargs['metrics'].get(f'eval_{name}')) is not None}
-        if state.is_world_process_zero and found and state.global_step > 0:
-            print(f'seed {args.seed}, epoch {state.epoch:.2f}: validation {describe(found)}', flush=True)
+        results = {name: value for name in self.metrics if (value := kwargs['metrics'].get(f'eval_{name}')) is not None}
+        if state.is_world_process_zero and results and state.global_step > 0:
+            print(f'seed {args.seed}, epoch {state.epoch:.2f}: validation {describe(results)}', flush=True)
 
 
 class StopAfterSignal(TrainerCallback):
@@ -271,7 +271,7 @@ def training_arguments(
     seed: int,
     best_metric: str,
     quiet: bool,
-    kind: type[TrainingArguments] = TrainingArguments,
+    arguments_class: type[TrainingArguments] = TrainingArguments,
     **more: Any,
 ) -> TrainingArguments:
     """Convert the experiment to arguments of transformers' Trainer.
@@ -279,14 +279,14 @@ def training_arguments(
     Args:
         folder: Receives the checkpoints.
         best_metric: The metric that chooses the best epoch, or `loss`.
-        kind: A subclass of TrainingArguments, for another Trainer.
+        arguments_class: A subclass of TrainingArguments, for another Trainer.
         more: Further arguments of that subclass.
 
     Raises:
         ValueError: the batch cannot be shared out evenly, or one process has several GPUs.
     """
     data, optim, schedule, run = config.data, config.optim, config.schedule, config.run
-    arguments = kind(
+    arguments = arguments_class(
         output_dir=str(folder),
         seed=seed,
         data_seed=seed,

@@ -130,8 +130,8 @@ class BetonDataset(CheckedDataset):
         self.path = Path(path)
         reader = _read_header(self.path)
         images, labels = (
-            [f'f{index}' for index, handler in enumerate(reader.handlers.values()) if isinstance(handler, kind)]
-            for kind in (RGBImageField, IntField)
+            [f'f{index}' for index, handler in enumerate(reader.handlers.values()) if isinstance(handler, field)]
+            for field in (RGBImageField, IntField)
         )
         if len(images) != 1 or len(labels) != 1:
             raise ValueError(f'expected a field of images and one of integers in {path}, got {reader.field_names}')
@@ -152,10 +152,10 @@ class BetonDataset(CheckedDataset):
         """Return the sizes of all images in bytes, after checking that all are inside the file."""
         order = np.argsort(allocations['ptr'])
         starts = allocations['ptr'][order]
-        places = np.searchsorted(starts, self.images['data_ptr']).clip(max=max(len(starts) - 1, 0))
-        if not len(starts) or not np.array_equal(starts[places], self.images['data_ptr']):
+        rows = np.searchsorted(starts, self.images['data_ptr']).clip(max=max(len(starts) - 1, 0))
+        if not len(starts) or not np.array_equal(starts[rows], self.images['data_ptr']):
             raise ValueError(f'expected a whole .beton file, got {self.path}: its table of images is not complete')
-        sizes = allocations['size'][order][places]
+        sizes = allocations['size'][order][rows]
         raw = self.images['mode'] == RAW
         pixels = 3 * self.images['height'].astype(np.uint64) * self.images['width']
         if (starts + allocations['size'][order]).max() > self.path.stat().st_size or (sizes != pixels)[raw].any():
@@ -169,8 +169,8 @@ class BetonDataset(CheckedDataset):
         if num_classes not in (None, len(names)):
             raise ValueError(f'expected {len(names)} classes, as in {description}, got {num_classes}')
         if not 0 <= self.labels.min() <= self.labels.max() < len(names):
-            found = f'{self.labels.min()} to {self.labels.max()}'
-            raise ValueError(f'expected classes from 0 to {len(names) - 1} in {self.path}, got {found}')
+            span = f'{self.labels.min()} to {self.labels.max()}'
+            raise ValueError(f'expected classes from 0 to {len(names) - 1} in {self.path}, got {span}')
         return names
 
     def _read_class_names(self, description: Path) -> list[str]:

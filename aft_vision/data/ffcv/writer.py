@@ -179,9 +179,9 @@ def _write(dataset: _EncodedDataset, path: Path, num_workers: int, progress: boo
         with allocator:
             for image in _encode(dataset, num_workers, progress, path.name):
                 allocator.set_current_sample(len(written))
-                place, space = allocator.malloc(len(image.content))
+                pointer, space = allocator.malloc(len(image.content))
                 space[:] = image.content
-                image.metadata['data_ptr'] = place
+                image.metadata['data_ptr'] = pointer
                 metadata[len(written)] = (image.metadata[0], image.target)
                 written.append((image.source, image.target))
         if not written:
@@ -212,8 +212,8 @@ def _check(path: Path, dataset: _EncodedDataset, written: list[tuple[int, int]],
     read = BetonDataset(path, num_classes)
     if read.labels.tolist() != [target for _, target in written]:
         raise ValueError(f'expected the classes that were written, got others from {path}')
-    for place in range(0, len(written), max(len(written) // CHECKED, 1)):
-        image = dataset[written[place][0]]
-        if image is None or not np.array_equal(read.content(place), image.content):
-            raise ValueError(f'expected the image that was written, got another one for image {place} of {path}')
-        read[place]
+    for row in range(0, len(written), max(len(written) // CHECKED, 1)):
+        image = dataset[written[row][0]]
+        if image is None or not np.array_equal(read.content(row), image.content):
+            raise ValueError(f'expected the image that was written, got another one for image {row} of {path}')
+        read[row]

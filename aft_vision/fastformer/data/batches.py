@@ -96,7 +96,7 @@ def pad_tokens(rows: Sequence[Sequence[int] | np.ndarray], pad_token_id: int) ->
 
 
 def number_distinct(rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
-    """Return the distinct numbers of an array, in order, and the place of each number among them; -1 stays -1."""
-    distinct, places = np.unique(rows, return_inverse=True)
+    """Return the distinct numbers of an array, in order, and the index of each number among them; -1 stays -1."""
+    distinct, inverse = np.unique(rows, return_inverse=True)
     padding = np.count_nonzero(distinct == -1)
-    return distinct[padding:], torch.from_numpy(places.reshape(rows.shape) - padding)
+    return distinct[padding:], torch.from_numpy(inverse.reshape(rows.shape) - padding)

@@ -104,7 +104,7 @@ class BehaviorTable:
                 numbers = [self._behaviors.get(behavior) or self._number(behavior) for behavior in kept]
                 before = behaviors
             texts.extend(text for text, _ in numbers)
-            types.extend(kind for _, kind in numbers)
+            types.extend(number for _, number in numbers)
             ends.append(len(texts))
             users.append(user)
             impressions.append(impression)
@@ -205,7 +205,7 @@ class BehaviorCollator:
                 f'expected behaviours of the types {", ".join(types)}, got {", ".join(sorted(unknown))} too'
             )
         self.tokens = token_ids(table.texts, tokenizer, max_length)
-        self.types = [list(types).index(kind) for kind in table.types]
+        self.types = [list(types).index(name) for name in table.types]
         self.pad_token_id = tokenizer.pad_token_id
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ class BehaviorCollator:
             labels (B,), ad (B,), behaviors (B, M), behavior_types (B, M), input_ids (U, N) and attention_mask (U, N):
             the numbers of ads and behaviours are rows of input_ids, and -1 is padding.
         """
-        types = [[self.types[kind] for kind in row['behavior_types']] for row in rows]
+        types = [[self.types[type_number] for type_number in row['behavior_types']] for row in rows]
         # At least one position, so that every parameter has a gradient in every process.
         behaviors = pad_rows([row['behaviors'] for row in rows], -1, 1)
         texts, text_rows = number_distinct(np.insert(behaviors, 0, [row['ad'] for row in rows], axis=1))
@@ -230,31 +230,34 @@ class BehaviorCollator:
 
 
 def _as_request(record: Record) -> Request:
-    place, values = record
+    location, values = record
     if not values.keys() >= set(KEYS):
-        raise missing_columns(place, KEYS, list(values))
+        raise missing_columns(location, KEYS, list(values))
     label = values['label']
     if isinstance(label, bool) or label not in (0, 1):
-        raise ValueError(f"{place}, column 'label': expected 0 or 1, got {label!r:.80}")
+        raise ValueError(f"{location}, column 'label': expected 0 or 1, got {label!r:.80}")
     user = values.get('user', '')
     if isinstance(user, bool) or not isinstance(user, (str, int)):
-        raise ValueError(f"{place}, column 'user': expected a text or a whole number, got {user!r:.80}")
+        raise ValueError(f"{location}, column 'user': expected a text or a whole number, got {user!r:.80}")
     if not isinstance(values['behaviors'], list):
-        raise ValueError(f"{place}, column 'behaviors': expected a list, got {values['behaviors']!r:.80}")
+        raise ValueError(f"{location}, column 'behaviors': expected a list, got {values['behaviors']!r:.80}")
     return Request(
-        int(label), check_text(place, 'ad', values['ad']), list(_as_behaviors(place, values['behaviors'])), str(user)
+        int(label),
+        check_text(location, 'ad', values['ad']),
+        list(_as_behaviors(location, values['behaviors'])),
+        str(user),
     )
 
 
-def _as_behaviors(place: str, values: Sequence[Any]) -> Iterator[Behavior]:
+def _as_behaviors(location: str, values: Sequence[Any]) -> Iterator[Behavior]:
     for number, value in enumerate(values):
         column = f'behaviors[{number}]'
         if not isinstance(value, dict) or not value.keys() >= set(BEHAVIOR_KEYS):
             raise ValueError(
-                f'{place}, column {column!r}: expected an object with the keys {", ".join(BEHAVIOR_KEYS)}, '
+                f'{location}, column {column!r}: expected an object with the keys {", ".join(BEHAVIOR_KEYS)}, '
                 f'got {value!r:.80}'
             )
-        yield Behavior(*(check_text(place, f'{column}.{key}', value[key]) for key in BEHAVIOR_KEYS))
+        yield Behavior(*(check_text(location, f'{column}.{key}', value[key]) for key in BEHAVIOR_KEYS))
 
 
 def _split_ends(dataset: Dataset, fractions: Mapping[str, float]) -> list[int]:
@@ -276,7 +279,7 @@ def _split_users(dataset: Dataset, seed: int, fractions: Mapping[str, float]) ->
         raise ValueError("expected a user in every row for splits that have none in common, got rows without a 'user'")
     first, *others = fractions
     rest = np.arange(len(users))
-    found: dict[str, np.ndarray] = {}
+    splits: dict[str, np.ndarray] = {}
     left = sum(fractions.values())
     for name in reversed(others):
         divide = GroupShuffleSplit(1, test_size=fractions[name] / left, random_state=seed)
@@ -284,6 +287,6 @@ def _split_users(dataset: Dataset, seed: int, fractions: Mapping[str, float]) ->
             kept, taken = next(divide.split(rest, groups=users[rest]))
         except ValueError as error:
             raise ValueError(f'expected users for each of {dict(fractions)}, got {len(set(users))} in all') from error
-        rest, found[name], left = rest[kept], rest[taken], left - fractions[name]
-    found[first] = rest
-    return DatasetDict({name: dataset.select(found[name]) for name in fractions})
+        rest, splits[name], left = rest[kept], rest[taken], left - fractions[name]
+    splits[first] = rest
+    return DatasetDict({name: dataset.select(splits[name]) for name in fractions})

@@ -24,9 +24,9 @@ MAX_FIELD_SIZE = 2**31 - 1
 
 
 class Record(NamedTuple):
-    """One row: `place` names the file and the line, for an error."""
+    """One row: `location` names the file and the line, for an error."""
 
-    place: str
+    location: str
     values: dict[str, Any]
 
 
@@ -73,7 +73,7 @@ def read_json(path: str | Path) -> Iterator[Record]:
     lines = read_text_lines(path)
     start, first = next(((number, line) for number, line in lines if line.strip()), (1, ''))
     if first.lstrip().startswith('['):
-        # Blank lines before it count for the place of an error.
+        # Blank lines before it count for the line of an error.
         values = _parse_json(path, '\n' * (start - 1) + first + ''.join(line for _, line in lines))
         yield from (_as_record(f'{path}, item {number}', value) for number, value in enumerate(values, 1))
         return
@@ -97,7 +97,7 @@ def read_delimited(
         columns: Their names; None where the first line holds them.
         quoted: Quotes may surround a field with delimiters and line ends; False: a quote is a character.
         encoding: Encoding of the characters, by its name in Python.
-        needed: Columns that must be among those of the first line.
+        needed: Columns that the first line must have.
         typed: The names in the first line end with types, such as RecBole's `user_id:token`, which are removed.
 
     Raises:
@@ -105,18 +105,18 @@ def read_delimited(
             line where the row begins.
     """
     for number, row in _read_rows(path, delimiter, quoted, encoding):
-        place = f'{path}, line {number}'
+        location = f'{path}, line {number}'
         if columns is None:
             columns = [name.partition(':')[0] for name in row] if typed else row
             if len(set(columns)) < len(columns):
-                raise ValueError(f'{place}: expected column names that differ, got {", ".join(columns)}')
+                raise ValueError(f'{location}: expected column names that differ, got {", ".join(columns)}')
             if not set(needed) <= set(columns):
-                raise missing_columns(place, needed, columns)
+                raise missing_columns(location, needed, columns)
         elif len(row) == len(columns):
-            yield Record(place, dict(zip(columns, row, strict=True)))
+            yield Record(location, dict(zip(columns, row, strict=True)))
         else:
             raise ValueError(
-                f'{place}, column {min(len(row), len(columns)) + 1}: expected {len(columns)} columns '
+                f'{location}, column {min(len(row), len(columns)) + 1}: expected {len(columns)} columns '
                 f'({", ".join(columns)}), got {len(row)}'
             )
 
@@ -131,13 +131,13 @@ def each_once(records: Iterable[Record], column: str) -> Iterator[Record]:
     for record in records:
         name = record.values[column]
         if name in seen:
-            raise ValueError(f'{record.place}, column {column!r}: expected each name once, got {name!r:.80} again')
+            raise ValueError(f'{record.location}, column {column!r}: expected each name once, got {name!r:.80} again')
         seen.add(name)
         yield record
 
 
 def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
-    """Stream some columns of a parquet file; a place counts rows from 1.
+    """Stream some columns of a parquet file; a location counts rows from 1.
 
     Raises:
         ValueError: the file is missing or damaged, lacks a column, or has one twice.
@@ -163,10 +163,10 @@ class MissingColumnsError(ValueError):
     """An error of a row that lacks a column."""
 
 
-def missing_columns(place: str, expected: Sequence[str], got: Sequence[str]) -> MissingColumnsError:
+def missing_columns(location: str, expected: Sequence[str], got: Sequence[str]) -> MissingColumnsError:
     """Build the error for a row without a column."""
-    found = ', '.join(got) or 'none'
-    return MissingColumnsError(f'{place}: expected the columns {", ".join(expected):.200}, got {found:.200}')
+    listed = ', '.join(got) or 'none'
+    return MissingColumnsError(f'{location}: expected the columns {", ".join(expected):.200}, got {listed:.200}')
 
 
 def _open(path: Path, member: str | None) -> IO[bytes]:
@@ -200,10 +200,10 @@ def _parse_json(path: str | Path, text: str, line: int | None = None) -> Any:
         raise ValueError(f'{path}, line {line or error.lineno}, column {error.colno}: not JSON: {error.msg}') from error
 
 
-def _as_record(place: str, value: Any) -> Record:
+def _as_record(location: str, value: Any) -> Record:
     if not isinstance(value, dict):
-        raise ValueError(f'{place}: expected a JSON object with the columns as keys, got {type(value).__name__}')
-    return Record(place, value)
+        raise ValueError(f'{location}: expected a JSON object with the columns as keys, got {type(value).__name__}')
+    return Record(location, value)
 
 
 def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) -> Iterator[tuple[int, list[str]]]:

@@ -48,9 +48,9 @@ class Ragged:
 
     def select(self, rows: np.ndarray) -> 'Ragged':
         """Return selected rows in the given order."""
-        return Ragged.from_sizes(self.values[self.places(rows)], self.sizes[rows])
+        return Ragged.from_sizes(self.values[self.indices(rows)], self.sizes[rows])
 
-    def places(self, rows: np.ndarray) -> np.ndarray:
+    def indices(self, rows: np.ndarray) -> np.ndarray:
         """Return the positions of the values of selected rows, row by row."""
         sizes = self.sizes[rows]
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -82,7 +82,7 @@ class Behaviors:
 
     def select(self, rows: np.ndarray) -> 'Behaviors':
         """Return selected impressions in the given order."""
-        labels = None if self.labels is None else self.labels[self.candidates.places(rows)]
+        labels = None if self.labels is None else self.labels[self.candidates.indices(rows)]
         names = [self.impression_ids[row] for row in rows]
         users = None if self.users is None else [self.users[row] for row in rows]
         seconds = None if self.seconds is None else self.seconds[rows]
@@ -175,7 +175,7 @@ class NewsCollator:
             input_ids and attention_mask (U, N); history (B, M) and candidates (B, 1 + K), rows of input_ids with -1
             for padding at the end; labels (B,), zero: the first candidate was clicked.
         """
-        # One place at least, so that all parameters have a part in the loss, as distributed training demands.
+        # At least one column, so that all parameters have a part in the loss, as distributed training demands.
         history, candidates = (
             pad_rows([sample[name] for sample in samples], -1, 1) for name in ('history', 'candidates')
         )

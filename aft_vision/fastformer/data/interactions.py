@@ -20,9 +20,9 @@ MIN_LIKED_STARS = 4
 # The behaviours of a row of Alimama: this many columns each for type, category, brand, and two masks.
 SLOTS = 50
 PROFILE_COLUMNS = (
-    *('user', 'cms_segid', 'cms_group_id', 'final_gender_code', 'age_level', 'pvalue_level', 'shopping_level'),
-    *('occupation', 'new_user_class_level'),
-)
+    'user cms_segid cms_group_id final_gender_code age_level pvalue_level shopping_level occupation '
+    'new_user_class_level'
+).split()
 AD_COLUMNS = ('adgroup', 'category', 'campaign', 'customer', 'brand', 'price', 'pid', 'clk')
 ALIMAMA_COLUMNS = (
     *(f'{name}_{slot}' for name in ('type', 'category', 'brand', 'mask', 'match_mask') for slot in range(SLOTS)),
@@ -58,7 +58,7 @@ def read_mind_clicks(
     """Read MIND's impressions as requests: each candidate asks whether it is clicked, given the clicks before.
 
     The texts are titles, and the behaviours are only clicks, so there is one type, `click`. Rows are in the order of
-    time, so that the last of them make a test split, and those of an impression have its number.
+    time, so that the last of them make a test split, and the samples of an impression have its number.
 
     Args:
         folder: With `news.tsv` and `behaviors.tsv` with labels.
@@ -81,7 +81,7 @@ def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | No
 
     The file has only numbers, so the texts are words made from them: `category4281 brand49293` of a behaviour,
     `ad375015 category4281 brand49293` of an ad; brand 0 is none. Types are the file's own codes, `type 1` to `type 4`.
-    The user's profile, campaign, customer, price and place of the ad are not used.
+    The user's profile, campaign, customer, price and slot of the ad are not used.
 
     Args:
         path: A CSV without header.
@@ -115,10 +115,10 @@ def _requests_of_impressions(behaviors: Behaviors, labels: np.ndarray, news: New
 
 
 def _as_click(record: Record) -> Request:
-    place, values = record
+    location, values = record
     for column in ('clk', *(f'mask_{slot}' for slot in range(SLOTS))):
         if values[column] not in ('0', '1'):
-            raise ValueError(f'{place}, column {column!r}: expected 0 or 1, got {values[column]!r}')
+            raise ValueError(f'{location}, column {column!r}: expected 0 or 1, got {values[column]!r}')
     behaviors = [
         Behavior(f'type {values[f"type_{slot}"]}', _item_words(values[f'category_{slot}'], values[f'brand_{slot}']))
         for slot in range(SLOTS)

@@ -55,9 +55,9 @@ def read_mind_news(news: str | Path | Sequence[str | Path], text: Sequence[str] 
     if not text or not set(text) <= set(NEWS_TEXTS):
         raise ValueError(f'expected columns of {", ".join(NEWS_TEXTS)}, got {", ".join(text) or "none"}')
     ids, texts = [], []
-    for place, values in read_news_rows(news):
+    for location, values in read_news_rows(news):
         if not values['news_id']:
-            raise ValueError(f"{place}, column 'news_id': expected a name, got ''")
+            raise ValueError(f"{location}, column 'news_id': expected a name, got ''")
         ids.append(values['news_id'])
         texts.append(' '.join(filter(None, (values[column] for column in text))))
     return News(ids, texts)
@@ -66,7 +66,7 @@ def read_mind_news(news: str | Path | Sequence[str | Path], text: Sequence[str] 
 def read_mind_behaviors(
     path: str | Path, rows: Mapping[str, int], max_behaviors: int = 50, drop_missing: bool = False
 ) -> Behaviors:
-    """Read the impressions of MIND; those of its test split have no labels.
+    """Read the impressions of MIND; its test split has no labels.
 
     Args:
         path: A `behaviors.tsv` as published (5 columns, no header), or a folder with one.
@@ -90,17 +90,17 @@ def read_mind_behaviors(
     seconds, labels = array('q'), array('b')
     is_labelled: bool | None = None
     for record in read_delimited(path, '\t', BEHAVIOR_COLUMNS, quoted=False):
-        place, values = record
-        clicked = _find_rows(place, 'history', values['history'].split(), rows, drop_missing)[-max_behaviors:]
+        location, values = record
+        clicked = _find_rows(location, 'history', values['history'].split(), rows, drop_missing)[-max_behaviors:]
         history.extend(clicked)
         history_sizes.append(len(clicked))
         parts = values['impressions'].split()
         if is_labelled is None:
             is_labelled = '-' in ''.join(parts[:1])
-        names, flags = _parse_candidates(place, parts, is_labelled, rows)
+        names, flags = _parse_candidates(location, parts, is_labelled, rows)
         if is_labelled:
             labels.extend(flag for name, flag in zip(names, flags, strict=True) if not drop_missing or name in rows)
-        shown = _find_rows(place, 'impressions', names, rows, drop_missing)
+        shown = _find_rows(location, 'impressions', names, rows, drop_missing)
         candidates.extend(shown)
         candidate_sizes.append(len(shown))
         ids.append(values['impression_id'])
@@ -118,34 +118,36 @@ def read_mind_behaviors(
     )
 
 
-def _find_rows(place: str, column: str, names: Sequence[str], rows: Mapping[str, int], drop_missing: bool) -> list[int]:
+def _find_rows(
+    location: str, column: str, names: Sequence[str], rows: Mapping[str, int], drop_missing: bool
+) -> list[int]:
     if drop_missing:
         return [rows[name] for name in names if name in rows]
     try:
         return [rows[name] for name in names]
     except KeyError as error:
         raise ValueError(
-            f'{place}, column {column!r}: expected one of {len(rows)} news, got {error.args[0]!r}; drop_missing '
+            f'{location}, column {column!r}: expected one of {len(rows)} news, got {error.args[0]!r}; drop_missing '
             'leaves such out'
         ) from error
 
 
 def _parse_candidates(
-    place: str, parts: Sequence[str], is_labelled: bool, rows: Mapping[str, int]
+    location: str, parts: Sequence[str], is_labelled: bool, rows: Mapping[str, int]
 ) -> tuple[list[str], list[int]]:
     """Parse `N1-0 N2-1`, or `N1 N2`, to names and clicks."""
     if not parts:
-        raise ValueError(f"{place}, column 'impressions': expected candidates, got none")
+        raise ValueError(f"{location}, column 'impressions': expected candidates, got none")
     names, flags = [], []
     for part in parts:
         name, _, label = part.rpartition('-')
         has_label = bool(name) and label in CLICKS
         if is_labelled and not has_label:
-            raise ValueError(f"{place}, column 'impressions': expected N1-0 or N1-1, got {part!r:.80}")
+            raise ValueError(f"{location}, column 'impressions': expected N1-0 or N1-1, got {part!r:.80}")
         # `drop_missing` would take a label for a part of a name that is none of the news.
         if has_label and not is_labelled and part not in rows:
             raise ValueError(
-                f"{place}, column 'impressions': expected N1 without a label, as the file begins, got {part!r:.80}"
+                f"{location}, column 'impressions': expected N1 without a label, as the file begins, got {part!r:.80}"
             )
         names.append(name if is_labelled else part)
         flags.append(CLICKS.get(label, 0))
@@ -158,6 +160,7 @@ def _read_time(record: Record) -> int:
         time = datetime.strptime(record.values['time'], TIME)
     except ValueError as error:
         raise ValueError(
-            f"{record.place}, column 'time': expected such as 11/13/2019 8:36:57 AM, got {record.values['time']!r:.80}"
+            f"{record.location}, column 'time': expected such as 11/13/2019 8:36:57 AM, got "
+            f'{record.values["time"]!r:.80}'
         ) from error
     return int(time.replace(tzinfo=UTC).timestamp())

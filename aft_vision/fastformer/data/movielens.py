@@ -16,9 +16,9 @@ from aft_vision.fastformer.data.impressions import Behaviors, Ragged
 from aft_vision.fastformer.data.mind import News
 
 GENRES = (
-    *('unknown', 'Action', 'Adventure', 'Animation', "Children's", 'Comedy', 'Crime', 'Documentary', 'Drama'),
-    *('Fantasy', 'Film-Noir', 'Horror', 'Musical', 'Mystery', 'Romance', 'Sci-Fi', 'Thriller', 'War', 'Western'),
-)
+    "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical "
+    'Mystery Romance Sci-Fi Thriller War Western'
+).split()
 RATING_COLUMNS = ('user_id', 'item_id', 'rating', 'timestamp')
 ITEM_COLUMNS = ('item_id', 'title', 'release_date', 'video_release_date', 'url', *GENRES)
 # Columns of RecBole's films that make their texts.
@@ -61,7 +61,7 @@ def read_movielens(
     """
     news = read_films(folder)
     ratings = load_ratings(folder, news)
-    # The order of the users is that of the file; a stable sort keeps that of films of one second.
+    # Users stay in the order of the file, as do the films of one second by a stable sort.
     watched: dict[str, list[int]] = {rating.user: [] for rating in ratings}
     for user, film, _, _ in sorted(ratings, key=itemgetter(3)):
         watched[user].append(film)
@@ -89,15 +89,15 @@ def load_ratings(folder: str | Path, films: News) -> list[Rating]:
 def _as_rating(record: Record, rows: Mapping[str, int]) -> Rating:
     user, item, stars, time = (record.values[column] for column in RATING_COLUMNS)
     if item not in rows:
-        raise ValueError(f"{record.place}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
+        raise ValueError(f"{record.location}, column 'item_id': expected one of {len(rows)} films, got {item!r}")
     if stars not in STARS:
-        raise ValueError(f"{record.place}, column 'rating': expected {', '.join(STARS)}, got {stars!r}")
+        raise ValueError(f"{record.location}, column 'rating': expected {', '.join(STARS)}, got {stars!r}")
     try:
         seconds = float(time)
         if not math.isfinite(seconds):
             raise ValueError(f'got {seconds}')
     except ValueError as error:
-        raise ValueError(f"{record.place}, column 'timestamp': expected seconds: {error}") from error
+        raise ValueError(f"{record.location}, column 'timestamp': expected seconds: {error}") from error
     return Rating(user, rows[item], int(stars), seconds)
 
 
@@ -114,8 +114,8 @@ def read_films(folder: str | Path) -> News:
         needed = ('item_id', *ATOMIC_TEXTS)
         records = read_delimited(Path(folder) / 'ml-100k.item', '\t', quoted=False, needed=needed, typed=True)
         text = _atomic_text
-    found = {record.values['item_id']: text(record) for record in each_once(records, 'item_id')}
-    return News(list(found), list(found.values()))
+    films = {record.values['item_id']: text(record) for record in each_once(records, 'item_id')}
+    return News(list(films), list(films.values()))
 
 
 def _is_original(folder: str | Path) -> bool:
@@ -141,16 +141,16 @@ def _make_impressions(
     for user, order in watched.items():
         unseen = np.ones(films, dtype=bool)
         unseen[order[:1]] = False
-        for place in range(1, len(order)):
+        for step in range(1, len(order)):
             # Films watched later may be shown: leaving them out would reveal the tested films.
-            unseen[order[place]] = False
+            unseen[order[step]] = False
             others = np.flatnonzero(unseen)
-            left = len(order) - 1 - place
+            left = len(order) - 1 - step
             split = SPLITS[2 - left] if left < 2 else 'train'
             shown = draw.choice(others, min(negatives, len(others)), replace=False)
             at = int(draw.integers(len(shown) + 1))
-            candidates = np.insert(shown, at, order[place])
-            splits[split].append((f'{user}-{place}', order[max(0, place - max_behaviors) : place], candidates, at))
+            candidates = np.insert(shown, at, order[step])
+            splits[split].append((f'{user}-{step}', order[max(0, step - max_behaviors) : step], candidates, at))
     return {split: _as_impressions(rows) for split, rows in splits.items()}
 
 

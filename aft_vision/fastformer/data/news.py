@@ -9,9 +9,7 @@ from datasets import Dataset
 from aft_vision.fastformer.data.files import Record, each_once, read_delimited
 from aft_vision.fastformer.data.table import collect, mark_nan
 
-NEWS_COLUMNS = (
-    *('news_id', 'category', 'subcategory', 'title', 'abstract', 'url', 'title_entities', 'abstract_entities'),
-)
+NEWS_COLUMNS = 'news_id category subcategory title abstract url title_entities abstract_entities'.split()
 DOCS_COLUMNS = ('news_id', 'category', 'subcategory', 'title', 'abstract', 'body')
 AG_NEWS_CLASSES = ('World', 'Sports', 'Business', 'Sci/Tech')
 TEXT_COLUMNS = ('title', 'abstract', 'body')
@@ -89,8 +87,8 @@ def _news_files(path: Path) -> list[Path]:
 
 
 def _choose_text(records: Iterable[Record], bodies: dict[str, str], text: Sequence[str] | None) -> Iterator[Record]:
-    for place, values in records:
+    for location, values in records:
         body = bodies.get(values['news_id'], '')
         columns = text or (('body',) if body else ('title', 'abstract'))
         parts = [body if column == 'body' else values[column] for column in columns]
-        yield Record(place, {'text': ' '.join(filter(None, parts)), 'category': values['category']})
+        yield Record(location, {'text': ' '.join(filter(None, parts)), 'category': values['category']})

@@ -35,7 +35,7 @@ def read_amazon(path: str | Path, **options: Any) -> Dataset:
     for text, rating in (('reviewText', 'overall'), ('text', 'rating')):
         if rating in first.values:
             return collect(records, [text], rating, AMAZON_RATINGS, **options)
-    raise missing_columns(first.place, ['reviewText or text', 'overall or rating'], list(first.values))
+    raise missing_columns(first.location, ['reviewText or text', 'overall or rating'], list(first.values))
 
 
 def read_jmars(
@@ -55,11 +55,11 @@ def read_jmars(
         raise ValueError(f'expected the data.json of JMARS, got the folder {path}; {NOT_JMARS}')
     (first, records), columns = _peek(path), name_columns(text)
     if not {*columns, label} <= first.values.keys():
-        raise ValueError(f'{missing_columns(first.place, [*columns, label], list(first.values))}; {NOT_JMARS}')
+        raise ValueError(f'{missing_columns(first.location, [*columns, label], list(first.values))}; {NOT_JMARS}')
     dataset = collect(records, columns, label, IMDB_RATINGS, **options)
-    found = {IMDB_RATINGS[number] for number in dataset.unique('label')}
+    ratings = {IMDB_RATINGS[number] for number in dataset.unique('label')}
     # A small part of JMARS may have none of them by chance.
-    if len(dataset) >= 100 and found <= set(ACL_RATINGS):
+    if len(dataset) >= 100 and ratings <= set(ACL_RATINGS):
         raise ValueError(f'expected reviews of every rating from 1 to 10 in {path}, got none of 5 and 6; {NOT_JMARS}')
     return dataset
 

@@ -101,12 +101,14 @@ def collect_summaries(
     if skip_lines < 0:
         raise ValueError(f'skip_lines must be at least 0, got {skip_lines}')
 
-    def as_row(place: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
-        content = _without_lines(join_texts(place, values, text), skip_lines)
-        pair = content, check_text(place, summary, values[summary])
+    def as_row(location: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
+        content = _without_lines(join_texts(location, values, text), skip_lines)
+        pair = content, check_text(location, summary, values[summary])
         blank = [name for name, part in zip(('text', 'summary'), pair, strict=True) if not part.strip()]
         if blank and not drop_incomplete:
-            raise ValueError(f'{place}: expected a {blank[0]}, got a blank one; drop_incomplete leaves such rows out')
+            raise ValueError(
+                f'{location}: expected a {blank[0]}, got a blank one; drop_incomplete leaves such rows out'
+            )
         return None if blank else pair
 
     rows = draw_complete(records, [*text, summary], as_row, drop_incomplete, **options)
@@ -160,7 +162,7 @@ def _rows_of_split(records: Iterable[Record], column: str, split: str, path: str
     is_found = False
     for record in records:
         if column not in record.values:
-            raise missing_columns(record.place, [column], list(record.values))
+            raise missing_columns(record.location, [column], list(record.values))
         value = record.values[column]
         if value == split:
             is_found = True

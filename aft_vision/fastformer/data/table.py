@@ -75,13 +75,13 @@ def read_records(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
     Raises:
         ValueError: the path has another suffix, or the file is damaged or has no rows.
     """
-    kind, row = _format_of(Path(path)), None
-    if kind not in TABLES:
+    suffix, row = _format_of(Path(path)), None
+    if suffix not in TABLES:
         raise ValueError(f'expected a file that ends in {", ".join(TABLES)}, got {path}')
-    if kind in DELIMITED:
-        records = read_delimited(path, '\t' if kind == '.tsv' else ',', quoted=kind == '.csv', needed=columns)
+    if suffix in DELIMITED:
+        records = read_delimited(path, '\t' if suffix == '.tsv' else ',', quoted=suffix == '.csv', needed=columns)
     else:
-        records = read_parquet(path, columns) if kind == '.parquet' else read_json(path)
+        records = read_parquet(path, columns) if suffix == '.parquet' else read_json(path)
     for row in records:
         yield row
     if row is None:
@@ -94,10 +94,10 @@ def _format_of(path: Path) -> str:
 
 
 def mark_nan(records: Iterable[Record], label: str, names: Collection[str] = ()) -> Iterator[Record]:
-    """Put the number NaN for labels of a CSV or TSV that read so, except those of `names`."""
-    for place, values in records:
+    """Put the number NaN for labels of a CSV or TSV that read so, except the ones in `names`."""
+    for location, values in records:
         name = values[label].strip()
-        yield Record(place, {**values, label: math.nan} if name.lower() == 'nan' and name not in names else values)
+        yield Record(location, {**values, label: math.nan} if name.lower() == 'nan' and name not in names else values)
 
 
 def read_hub(
@@ -143,7 +143,7 @@ def from_dataset(
 
 
 def dataset_records(dataset: Dataset, columns: Sequence[str]) -> Iterator[Record]:
-    """Stream some columns of a `datasets.Dataset`; a place counts rows from 1.
+    """Stream some columns of a `datasets.Dataset`; a location counts rows from 1.
 
     Raises:
         ValueError: it lacks a column.
@@ -179,21 +179,21 @@ def collect(
     names = _name_by_value(label_names)
     seen: set[str] = set()
 
-    def as_row(place: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
+    def as_row(location: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
         name = as_label(values[label])
         if drop_incomplete and name == '':
             return None
-        content = join_texts(place, values, text)
+        content = join_texts(location, values, text)
         if drop_incomplete and not content.strip():
             return None
         if not name:
             raise ValueError(
-                f'{place}, column {label!r}: expected a label, got {values[label]!r}; drop_incomplete leaves rows '
+                f'{location}, column {label!r}: expected a label, got {values[label]!r}; drop_incomplete leaves rows '
                 'without one out'
             )
         if names is not None:
             if name not in names:
-                raise ValueError(f'{place}, column {label!r}: expected one of {", ".join(names):.200}, got {name!r}')
+                raise ValueError(f'{location}, column {label!r}: expected one of {", ".join(names):.200}, got {name!r}')
             name = names[name]
         seen.add(name)
         return content, name
@@ -213,24 +213,24 @@ def label_maps(dataset: Dataset) -> dict[str, Any]:
     return dict(num_labels=len(names), id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)})
 
 
-def check_text(place: str, column: str, value: Any) -> str:
+def check_text(location: str, column: str, value: Any) -> str:
     """Return a value if it is a text.
 
     Raises:
-        ValueError: it is something else; names place and column.
+        ValueError: it is something else; names location and column.
     """
     if not isinstance(value, str):
-        raise ValueError(f'{place}, column {column!r}: expected a text, got {value!r:.80}')
+        raise ValueError(f'{location}, column {column!r}: expected a text, got {value!r:.80}')
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f'{place}, column {column!r}: expected a text, got half a character: {error}') from error
+        raise ValueError(f'{location}, column {column!r}: expected a text, got half a character: {error}') from error
     return value
 
 
-def join_texts(place: str, values: Mapping[str, Any], columns: Sequence[str]) -> str:
+def join_texts(location: str, values: Mapping[str, Any], columns: Sequence[str]) -> str:
     """Join the texts of some columns by a space; empty ones are skipped."""
-    return ' '.join(filter(None, (check_text(place, column, values[column]) for column in columns)))
+    return ' '.join(filter(None, (check_text(location, column, values[column]) for column in columns)))
 
 
 def draw_complete(
@@ -244,7 +244,7 @@ def draw_complete(
     """Return the rows of complete records, and log how many are not.
 
     Args:
-        as_row: Makes a row of a place and its values, or None to leave it out.
+        as_row: Makes a row of a location and its values, or None to leave it out.
         drop_incomplete: Put '', as in an empty field of a CSV, for a column that is absent, null or NaN.
         sample: Number of rows to draw at random, in the order of the file; None, or more rows than exist, for all.
         seed: Seed of that draw.
@@ -259,21 +259,21 @@ def draw_complete(
     def rows() -> Iterator[Row]:
         nonlocal read, left_out, first
         for record in records:
-            place, values = record
+            location, values = record
             first, read = first or record, read + 1
             unseen.difference_update(values)
             if drop_incomplete:
                 values = {name: '' if _is_null(value := values.get(name)) else value for name in columns}
             elif not values.keys() >= set(columns):
-                raise missing_columns(place, columns, list(values))
-            row = as_row(place, values)
+                raise missing_columns(location, columns, list(values))
+            row = as_row(location, values)
             left_out += row is None
             if row is not None:
                 yield row
 
     kept = draw_rows(rows(), sample, seed)
     if first is not None and unseen:
-        raise missing_columns(first.place, columns, list(first.values))
+        raise missing_columns(first.location, columns, list(first.values))
     if left_out:
         _logger.warning('left out %d of %d rows, which are incomplete', left_out, read)
     if not kept:
@@ -304,8 +304,8 @@ def draw_rows(rows: Iterable[Row], count: int | None, seed: int) -> list[Row]:
     for number, row in enumerate(rows):
         if number < count:
             kept.append((number, row))
-        elif (place := generator.randrange(number + 1)) < count:
-            kept[place] = (number, row)
+        elif (slot := generator.randrange(number + 1)) < count:
+            kept[slot] = (number, row)
     return [row for _, row in sorted(kept, key=itemgetter(0))]
 
 
@@ -323,9 +323,9 @@ def _check_spellings(classes: Iterable[str], label: str) -> None:
 
 
 def _with_names(records: Iterable[Record], label: str, names: Sequence[str]) -> Iterator[Record]:
-    for place, values in records:
+    for location, values in records:
         value = values[label]
-        yield Record(place, {**values, label: None if value is None or value < 0 else names[value]})
+        yield Record(location, {**values, label: None if value is None or value < 0 else names[value]})
 
 
 def _name_by_value(label_names: LabelNames | None) -> dict[str, str] | None:

@@ -30,7 +30,7 @@ def test_json_lines_are_read_with_their_numbers(tmp_path, ending):
     path = write(tmp_path, f'x.jsonl{ending}', COMPRESS.get(ending, lambda data: data)(JSON_LINES.encode()))
     records = list(read_json(path))
     assert values(records) == RECORDS
-    assert [record.place for record in records] == [f'{path}, line 1', f'{path}, line 3']
+    assert [record.location for record in records] == [f'{path}, line 1', f'{path}, line 3']
 
 
 def test_the_only_file_of_a_zip_is_read(tmp_path):
@@ -52,7 +52,7 @@ def test_a_json_list_is_read_with_the_numbers_of_its_items(tmp_path, text):
     records = list(read_json(path))
     expected = RECORDS if 'a' in text else []
     assert values(records) == expected
-    assert [record.place for record in records] == [f'{path}, item {number}' for number in (1, 2)[: len(expected)]]
+    assert [record.location for record in records] == [f'{path}, item {number}' for number in (1, 2)[: len(expected)]]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_quoted_fields_hold_delimiters_quotes_and_line_ends(tmp_path):
     path = write(tmp_path, 'x.csv', '\ufefftext,label\r\n"a, ""b""\r\nc",1\r\n\r\nd,2\r\n')
     records = list(read_delimited(path))
     assert values(records) == [{'text': 'a, "b"\r\nc', 'label': '1'}, {'text': 'd', 'label': '2'}]
-    assert [record.place for record in records] == [f'{path}, line 2', f'{path}, line 5']
+    assert [record.location for record in records] == [f'{path}, line 2', f'{path}, line 5']
 
 
 def test_quotes_are_characters_where_nothing_is_quoted(tmp_path):

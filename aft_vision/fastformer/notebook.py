@@ -1,4 +1,4 @@
-"""Conversion of state dicts of the authors' notebook for `FastformerForSequenceClassification`."""
+"""Names of the authors' notebook for the weights of `FastformerForSequenceClassification`."""
 
 import re
 from collections.abc import Mapping

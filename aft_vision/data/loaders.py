@@ -63,7 +63,7 @@ class Loaders(NamedTuple):
         """Return the class of each image of `outputs`; 0 of images that are not for training."""
         taught: Any = self.train.dataset.dataset
         classes = np.zeros(len(taught.outputs.names), np.int64)
-        classes[taught.places] = taught.dataset.targets
+        classes[taught.rows] = taught.dataset.targets
         return classes
 
     @property
@@ -139,8 +139,8 @@ def create_loaders(
         shard: Shard of this process in every update and in the validation images; everything by default.
         num_workers: Decoding processes per loader; 0 decodes in this process.
         device: Device of the normalised batches.
-        balanced: Draw the images of each class equally often in training, those of small classes several times.
-        outputs: Those of a teacher for crops of the training images, whose numbers are then the training targets.
+        balanced: Draw the images of each class equally often in training, small classes several times.
+        outputs: Outputs of a teacher for crops of the training images, whose numbers are then the training targets.
 
     Returns:
         Loaders of (image (B, 3, H, W), class index (B,)), B in training being batch_size / (accumulate * world_size).
@@ -181,7 +181,7 @@ def create_eval_loader(
     """Build only the validation loader, with the arguments and errors of `create_loaders`.
 
     Args:
-        preprocessing: Preprocessing of the images; (H, W) means that of ImageNet models at this size.
+        preprocessing: Preprocessing of the images; (H, W) means ImageNet's at this size.
         training: Read the training images in the same way, without augmentation, to compute their features.
 
     Returns:
@@ -216,14 +216,14 @@ def _divided(source: Source, shard: Shard) -> Source:
 
 
 def _warn(source: Source, *splits: Split) -> None:
-    place = source.name or source.dir
+    name = source.name or source.dir
     # With held-out images, both splits come from one folder.
     for ignored in dict.fromkeys(split.ignored for split in splits if split.ignored):
-        _logger.warning('ignored in %s, because they are hidden or no images: %s', place, ignored)
+        _logger.warning('ignored in %s, because they are hidden or no images: %s', name, ignored)
     if nested := next((split.nested for split in splits if split.nested), ''):
         _logger.warning('the class of an image is its outermost folder, as of %s', nested)
     if len(splits[0].class_names) == 1:
-        _logger.warning('%s has one class, %s, so every prediction is right', place, splits[0].class_names[0])
+        _logger.warning('%s has one class, %s, so every prediction is right', name, splits[0].class_names[0])
 
 
 def _warn_of_small_classes(train: Split, balanced: bool) -> None:
@@ -236,10 +236,10 @@ def _warn_of_small_classes(train: Split, balanced: bool) -> None:
     if low >= FEW_IMAGES and high < UNEVEN * low:
         return
     smallest = ', '.join(f'{train.class_names[index]} ({counts[index]})' for index in order[:MAX_SMALLEST])
-    found = f'from {low} to {high} training images, the fewest: {smallest}' if low < high else f'{low} training images'
+    sizes = f'from {low} to {high} training images, the fewest: {smallest}' if low < high else f'{low} training images'
     advise = high >= UNEVEN * low and not balanced
     advice = '; data.class_weights=balanced draws each class equally often' if advise else ''
-    _logger.warning('a class has %s%s', found, advice)
+    _logger.warning('a class has %s%s', sizes, advice)
 
 
 class _Reading(NamedTuple):
@@ -296,12 +296,12 @@ def _train_loader(
 def _taught(
     split: Split, sizes: SizeSchedule, augment: Augmentation, read: Preprocessing, outputs: TeacherOutputs
 ) -> TaughtDataset:
-    places, squares = outputs.find(split), [size for size in sizes.sizes if not isinstance(size, NativeShape)]
+    rows, squares = outputs.find(split), [size for size in sizes.sizes if not isinstance(size, NativeShape)]
     if len(squares) < len(sizes.sizes):
         raise ValueError('expected images of one shape for the outputs of a teacher, got their own shapes')
     stages = [train_stages(size, augment, read.mean, read.std)[1:] for size in squares]
     transforms = [Compose([*automatic, *to_tensor]) for automatic, to_tensor in stages]
-    return TaughtDataset(split.dataset, transforms, squares, outputs, places)
+    return TaughtDataset(split.dataset, transforms, squares, outputs, rows)
 
 
 class _NamedTransforms(ScheduledTransformDataset):
@@ -355,13 +355,13 @@ class _EvalLoader(DataLoader):
     """A loader that says at the end of a pass how many images were skipped."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        found = 0
+        read = 0
         for batch in super().__iter__():
-            found += len(batch[1])
+            read += len(batch[1])
             yield batch
         images = len(self.dataset)  # type: ignore[arg-type]
-        if found < images:
-            _logger.warning('skipped: %d of %d images of the evaluation', images - found, images)
+        if read < images:
+            _logger.warning('skipped: %d of %d images of the evaluation', images - read, images)
 
 
 def survive_signals(worker: int) -> None:
