@@ -25,7 +25,7 @@ from aft_vision.ops.decode.step import (
     aft_simple_step,
     compile_decoder,
 )
-from aft_vision.ops.flops import jit_handles
+from aft_vision.ops.flops import jit_handles, mean_products
 from aft_vision.ops.operator import bias_weights, register
 from aft_vision.ops.position_bias import (
     factorized_band_row,

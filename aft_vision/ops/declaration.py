@@ -63,8 +63,9 @@ class Form:
     Attributes:
         backend: asks for the first of its forms that supports the inputs.
         forward: computes (inputs, save): y, and the tensor saved for the backward, or None.
-        backward: computes (grad, y, saved, inputs, need_bias): gradients of q, k, v and the biases, by their formulas
-            (autograd is off). That of an input that is None is an empty tensor, without need_bias those of the biases.
+        backward: computes (grad, y, saved, inputs, need_bias): gradients of q, k, v, the biases and the other
+            differentiable inputs, by their formulas (autograd is off). An input that is None has an empty one, and so
+            has a bias without need_bias.
         supports: returns whether it supports these inputs on this machine.
         check: raises an error where it should run for such inputs, and something on this machine is broken.
         name: asks for this form alone, as a backend does; that of its backend unless another is given.
@@ -135,14 +136,16 @@ class Operation:
             first.
         check: raises a ValueError for inputs whose shapes do not match.
         causal: a target sees only the sources up to it.
-        biases: names of the inputs besides q, k, v that have gradients: the position biases.
+        biases: names of the position biases, whose gradients are sums over the batch.
+        differentiable: names of further inputs that have gradients besides q, k, v and the biases. A gradient of any
+            other input is an error.
         bias_index: returns the entries of the biases that targets (N, 1) read for sources (T,); takes the inputs first.
         empty_saved: allocates from (k, v, save) what the forward keeps for the backward; None if that is nothing.
         graph: computes it in plain operations, for exporters: `backend='aten'` asks for it.
         weights: of its bias, if a form takes any.
-        products: returns from inputs with shapes in place of tensors, for FLOPs, how many sources a target weights
-            individually, and whether all others share one sum. All sources and no sum by default, without a bias none
-            and the sum.
+        products: returns from inputs with shapes in place of tensors the multiplications of the forward, for FLOPs: a
+            gradient of the biases repeats the first number, and the gradients of all other inputs together take twice
+            the second and once the first; `flops.mean_products` counts a weighted mean. Without it counting fails.
         reference: computes it term by term, for tests.
         draw: returns the operation's own inputs of a shape, for tests, by name; takes a function that draws a tensor of
             given sizes.
@@ -155,11 +158,12 @@ class Operation:
     check: Callable[[Any], None] = check_qkv
     causal: bool = False
     biases: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
     bias_index: Callable[[Any, Tensor, Tensor], BiasIndex] | None = None
     empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None = empty_denominator
     graph: Callable[..., Tensor] | None = None
     weights: BiasWeights | None = None
-    products: Callable[[Any], tuple[int, bool]] | None = None
+    products: Callable[[Any], tuple[int, int]] | None = None
     reference: Callable[..., Tensor] | None = None
     draw: Callable[[Shape, Callable[..., Tensor]], dict[str, Any]] = lambda shape, draw: {}
     operator: Any = field(default=None, init=False)

@@ -139,7 +139,7 @@ class Operator:
     Attributes:
         names: of the inputs.
         measured: the forms that `fastest` found, by sizes of the inputs.
-        gradients: the names that the backward returns gradients of, in its order: q, k, v, then the biases if any.
+        gradients: the names that the backward returns gradients of, in its order: q, k, v, the biases, all others.
         gradient_indices: of `gradients` in `names`.
         candidates: the forms that a backend, or a name of a form, asks for.
         forward_operator, backward_operator: the two.
@@ -154,7 +154,7 @@ class Operator:
         self.operation, self.name, self.inputs = operation, operation.name, operation.inputs
         self.check, self.forms, self.empty_saved = operation.check, operation.forms, operation.empty_saved
         self.names = list(operation.inputs._fields)
-        self.gradients = ['q', 'k', 'v', *operation.biases]
+        self.gradients = ['q', 'k', 'v', *operation.biases, *operation.differentiable]
         self.gradient_indices = [self.names.index(field) for field in self.gradients]
         self.candidates = {
             name: [form for form in self.forms if name in ('auto', form.backend, form.name)]
@@ -334,9 +334,9 @@ class Operator:
 
     def backward_fake(self, grad: Tensor, y: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor, ...]:
         inputs, need_bias = self.inputs._make(args[:-2]), args[-2]
-        q, k, v = inputs[:3]
-        biases = [getattr(inputs, field) if need_bias else None for field in self.operation.biases]
-        return tuple(k.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, *biases))
+        left_out = () if need_bias else self.operation.biases
+        tensors = [None if name in left_out else getattr(inputs, name) for name in self.gradients]
+        return tuple(inputs.k.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
 
     def register(self) -> None:
         """Register both operators with their fakes and derivatives; the backward has an error for a second one."""
@@ -373,6 +373,12 @@ class Operator:
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         kept = inputs[: len(self.names)]
+        for name, needed in zip(self.names, ctx.needs_input_grad, strict=False):
+            if needed and name not in self.gradients:
+                raise ValueError(
+                    f'{self.name} has no gradient of its input {name}, which requires one: '
+                    f"declare Operation(differentiable=('{name}',)), or detach it"
+                )
         ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in kept))
         # A copy: the caller may change a list.
         ctx.constants = [tuple(x) if isinstance(x, list) else None if isinstance(x, Tensor) else x for x in kept]
@@ -393,7 +399,7 @@ class Operator:
         # The call was captured while gradients were off.
         if self.empty_saved is not None and not saved.numel() and y.numel():
             _, saved = self.forward_operator(*inputs, True, backend)
-        need_bias = any(ctx.needs_input_grad[place] for place in self.gradient_indices[3:])
+        need_bias = any(ctx.needs_input_grad[self.names.index(name)] for name in self.operation.biases)
         # Hooks of saved tensors may give back others, which the operator refuses.
         if form is not None and _shapes(y, saved, *inputs) != ctx.shapes:
             form = None

@@ -10,6 +10,7 @@ from aft_vision.ops.axial.eager import AxialInputs
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import check_heads
 from aft_vision.ops.declaration import BiasIndex, Form, Operation, Shape, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.operator import register, triton_form
 
 
@@ -58,7 +59,7 @@ AXIAL = register(
         biases=('row_bias', 'column_bias'),
         bias_index=_index,
         graph=aten.aft_axial,
-        products=lambda x: (sum(x.grid), False),
+        products=lambda x: mean_products(x, sum(x.grid), False),
         reference=lazy_function('reference', 'aft_axial'),
         draw=_draw,
     )

@@ -6,6 +6,7 @@ from aft_vision.ops.causal import eager, local_cpp, simple_cpp
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import Qkv, check_qkv
 from aft_vision.ops.declaration import BiasIndex, Form, Operation, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.full import check_full, full_index
 from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.local.band import band_index
@@ -35,6 +36,7 @@ FULL_CAUSAL = register(
         causal=True,
         biases=('bias',),
         bias_index=full_index,
+        products=lambda x: mean_products(x, x.v[1], False),
         reference=lazy_function('reference', 'aft_full_causal'),
         draw=lambda shape, draw: {'bias': draw(shape.tokens, shape.tokens)},
     )
@@ -52,7 +54,7 @@ LOCAL_CAUSAL = register(
         causal=True,
         biases=('band',),
         bias_index=_local_index,
-        products=lambda x: (min(x.v[1], x.band[1]), True),
+        products=lambda x: mean_products(x, min(x.v[1], x.band[1]), True),
         reference=lazy_function('reference', 'aft_local_causal'),
         draw=lambda shape, draw: {'band': draw(shape.tokens, shape.window)},
     )
@@ -67,6 +69,7 @@ SIMPLE_CAUSAL = register(
             Form('eager', eager.simple_causal_forward, eager.simple_causal_backward),
         ),
         causal=True,
+        products=lambda x: mean_products(x, 0, True),
         reference=lazy_function('reference', 'aft_simple_causal'),
     )
 )

@@ -11,6 +11,7 @@ from aft_vision.ops.conv import aten, cpp, eager, onehot, window
 from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.onehot import OnehotInputs
 from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.operator import register, triton_form
 
 
@@ -106,7 +107,7 @@ CONV = register(
             # A grid that the kernel does not exceed: which one is not known.
             lambda kernel, v: ConvInputs(None, v[..., : len(kernel)], v, kernel, kernel.shape[1:]),
         ),
-        products=lambda x: (x.kernel[1] * x.kernel[2], x.global_context),
+        products=lambda x: mean_products(x, x.kernel[1] * x.kernel[2], x.global_context),
         reference=lazy_function('reference', 'aft_conv'),
         draw=_draw_conv,
     )
@@ -125,7 +126,7 @@ ONEHOT = register(
         bias_index=_onehot_index,
         empty_saved=None,
         graph=aten.aft_onehot,
-        products=lambda x: (1, True),
+        products=lambda x: mean_products(x, 1, True),
         reference=lazy_function('reference', 'aft_onehot'),
         draw=_draw_onehot,
     )

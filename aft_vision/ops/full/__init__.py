@@ -6,6 +6,7 @@ from torch import Tensor
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import check_qkv
 from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.full import aten, cpp, eager
 from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.operator import register, triton_form
@@ -45,6 +46,7 @@ FULL = register(
         weights=BiasWeights(
             ('T', 'T'), cpp.bias_weights, cpp.weights_layout, lambda bias, v: FullInputs(None, v, v, bias)
         ),
+        products=lambda x: mean_products(x, x.v[1], False),
         reference=lazy_function('reference', 'aft_full'),
         draw=lambda shape, draw: {'bias': draw(shape.tokens, shape.tokens)},
     )

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from aft_vision.ops.common.inputs import check_qkv
 from aft_vision.ops.declaration import BiasIndex, Form, Operation, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.local import aten, eager
 from aft_vision.ops.local.band import band_index
 from aft_vision.ops.local.eager import LocalInputs
@@ -34,7 +35,7 @@ LOCAL = register(
         biases=('band',),
         bias_index=_index,
         graph=aten.aft_local,
-        products=lambda x: (min(x.v[1], x.band[1]), True),
+        products=lambda x: mean_products(x, min(x.v[1], x.band[1]), True),
         reference=lazy_function('reference', 'aft_local'),
         draw=lambda shape, draw: {'band': draw(shape.tokens, 2 * shape.window - 1)},
     )
