@@ -40,22 +40,6 @@ class Shape(NamedTuple):
         return self.D // self.channels
 
 
-class BiasIndex(NamedTuple):
-    """Which entries of the position biases some targets read, by source.
-
-    They are columns of `Operation.bias_table`.
-
-    Attributes:
-        entry: (N, T) int64, the column of w[target, source]; (n, N, T) where w is a sum of n entries.
-        biased: (N, T), (h, N, T) or as entry, bool, where there is a bias; it is 0 elsewhere.
-        seen: (N, T) bool, the sources that have a weight; None for all.
-    """
-
-    entry: Tensor
-    biased: Tensor
-    seen: Tensor | None = None
-
-
 @dataclass(eq=False)
 class Form:
     """One way to compute an operation.
@@ -90,22 +74,15 @@ class Form:
 
     def run_forward(self, inputs: Any, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the forward, without autocast."""
-        if torch._C._is_any_autocast_enabled():
-            with without_autocast(inputs.v.device.type):
-                return self._forward(inputs, save, weights)
-        return self._forward(inputs, save, weights)
+        with without_autocast(inputs.v.device.type):
+            if weights is None or not self.takes_weights:
+                return self.forward(inputs, save)
+            return self.forward(inputs, save, weights)
 
     def run_backward(self, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any, need_bias: bool) -> Sequence[Tensor]:
         """Compute the backward, without autocast."""
-        if torch._C._is_any_autocast_enabled():
-            with without_autocast(grad.device.type):
-                return self.backward(grad, y, saved, inputs, need_bias)
-        return self.backward(grad, y, saved, inputs, need_bias)
-
-    def _forward(self, inputs: Any, save: bool, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if weights is None or not self.takes_weights:
-            return self.forward(inputs, save)
-        return self.forward(inputs, save, weights)
+        with without_autocast(grad.device.type):
+            return self.backward(grad, y, saved, inputs, need_bias)
 
 
 class BiasWeights(NamedTuple):
@@ -139,9 +116,9 @@ class Operation:
         biases: names of the position biases, whose gradients are sums over the batch.
         differentiable: names of further inputs that have gradients besides q, k, v and the biases. A gradient of any
             other input is an error.
-        bias_index: returns the entries of the biases that targets (N, 1) read for sources (T,); takes the inputs first.
         empty_saved: allocates from (k, v, save) what the forward keeps for the backward; None if that is nothing.
-        graph: computes it in plain operations, for exporters: `backend='aten'` asks for it.
+        graph: computes it in plain differentiable operations, for transforms of `torch.func`, forward mode and second
+            derivatives, in float64; and for exporters, unless causal: `backend='aten'` asks for it.
         weights: of its bias, if a form takes any.
         products: returns from inputs with shapes in place of tensors the multiplications of the forward, for FLOPs: a
             gradient of the biases repeats the first number, and the gradients of all other inputs together take twice
@@ -159,7 +136,6 @@ class Operation:
     causal: bool = False
     biases: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
-    bias_index: Callable[[Any, Tensor, Tensor], BiasIndex] | None = None
     empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None = empty_denominator
     graph: Callable[..., Tensor] | None = None
     weights: BiasWeights | None = None
@@ -167,21 +143,6 @@ class Operation:
     reference: Callable[..., Tensor] | None = None
     draw: Callable[[Shape, Callable[..., Tensor]], dict[str, Any]] = lambda shape, draw: {}
     operator: Any = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if self.biases and self.bias_index is None:
-            raise ValueError(
-                f'expected bias_index for {self.name}, got None: forward mode would ignore {self.biases[0]}'
-            )
-
-    def index(self, inputs: Any, target: Tensor, source: Tensor) -> BiasIndex:
-        """Return the entries of the biases that targets (N, 1) read for sources (T,), and the sources that they see."""
-        if self.bias_index is None:
-            entry = torch.zeros_like(source - target)
-            found = BiasIndex(entry, entry.bool())
-        else:
-            found = self.bias_index(inputs, target, source)
-        return found._replace(seen=source <= target) if self.causal else found
 
     @property
     def has_grid(self) -> bool:
@@ -192,10 +153,6 @@ class Operation:
     def flags(self) -> list[str]:
         """Return the names of its boolean inputs."""
         return [name for name, kind in get_type_hints(self.inputs).items() if kind is bool]
-
-    def bias_table(self, biases: Sequence[Tensor]) -> Tensor:
-        """Return the biases of heads next to each other, (h, M); a matrix without a grid is shared, (1, M)."""
-        return torch.cat([x.reshape(len(x) if self.has_grid or x.ndim > 2 else 1, -1) for x in biases], 1)
 
     def key_channels(self, shape: Shape) -> int:
         """Return the channels of k in inputs of a shape."""

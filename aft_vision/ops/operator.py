@@ -3,7 +3,10 @@
 An operator is one node for autograd, `torch.compile`, `torch.export`, FX and TorchScript. Its forward returns the
 result and the tensors saved for its backward; the backward is an operator too. In a graph, which may run elsewhere,
 each chooses its form. An ordinary call that does not need torch's dispatcher goes straight to its form, and its
-backward to the same one. `transforms` has forward mode and `torch.func`.
+backward to the same one. Transforms of `torch.func`, forward mode and second derivatives take the plain graph of the
+operation instead, which torch can differentiate and batch.
+
+Private functions of torch, as of 2.14: none of them has a public equivalent.
 """
 
 import functools
@@ -15,17 +18,15 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.library import CustomOpDef
 from torch.nn import Parameter
 
 from aft_vision.ops import flops
-from aft_vision.ops.common import choice, cpp, launch, tangent
+from aft_vision.ops.common import choice, cpp, launch
 from aft_vision.ops.common.choice import fastest
 from aft_vision.ops.common.inputs import empty_output
 from aft_vision.ops.common.numerics import without_autocast
 from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape, lazy_function
 from aft_vision.ops.tracing import grid_arguments, saves_for_backward
-from aft_vision.ops.transforms import Rules, once_differentiable, register_transforms
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
 # Sizes of inputs for which an operator knows the fastest form by heart.
@@ -69,7 +70,6 @@ def _warn_once(name: str, backend: str) -> None:
 
 
 def _needs_dispatcher(args: Sequence[Any]) -> bool:
-    """Return whether a call must go through the dispatcher of torch, as one operator."""
     return not is_ordinary(args) or torch.autograd._profiler_enabled()
 
 
@@ -79,54 +79,45 @@ def is_ordinary(args: Sequence[Any]) -> bool:
     Compilers, traces, transforms, forward mode, modes and subclasses see them. So do tensors whose memory holds other
     numbers than they have, such as negated views.
     """
-    core = torch._C
     if (
         torch.compiler.is_compiling()
-        or core._is_tracing()
-        or core._are_functorch_transforms_active()
-        or core._len_torch_dispatch_stack()
-        or core._len_torch_function_stack()
-        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+        or is_transformed()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.overrides.has_torch_function(args)
     ):
         return False
-    keys = core._dispatch_keys
     for x in args:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            if keys(x).raw_repr() not in _PLAIN and not _learn_plain_keys(x):
+            if not _has_plain_keys(x):
                 return False
         elif x is not None and kind not in _CONSTANTS:
             return False
     return True
 
 
+def is_transformed() -> bool:
+    """Return whether a transform of `torch.func` or forward mode sees the call."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _has_plain_keys(x: Tensor) -> bool:
+    # Return whether a tensor has the dispatch keys of a new one, those of the inference mode included.
+    keys = torch._C._dispatch_keys(x).raw_repr()
+    if keys not in _PLAIN and x.device.type in KINDS:
+        with torch.inference_mode(x.is_inference()):
+            _PLAIN[keys] = keys == torch._C._dispatch_keys(torch.empty(0, device=x.device)).raw_repr()
+    return _PLAIN.get(keys, False)
+
+
 def _needs_gradient(inputs: Sequence[Any]) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
 
 
-def _learn_plain_keys(x: Tensor) -> bool:
-    """Return whether a tensor is a plain one of a kind of device that is first met here, and note that kind."""
-    kind = x.device.type
-    if kind in _PLAIN_KINDS or kind not in KINDS:
-        return False
-    _PLAIN_KINDS.add(kind)
-    _PLAIN.update(_find_plain_keys(kind))
-    return torch._C._dispatch_keys(x).raw_repr() in _PLAIN
-
-
-def _find_plain_keys(kind: str) -> set[int]:
-    # The dispatch keys of plain tensors: ordinary ones, and those of the inference mode.
-    found = set()
-    for inference in (False, True):
-        with torch.inference_mode(inference):
-            found.add(torch._C._dispatch_keys(torch.empty(0, device=kind)).raw_repr())
-    return found
-
-
-# Kinds of devices with forms of the operators, those met so far, and the dispatch keys of plain tensors on the latter.
+# Kinds of devices with forms of the operators, and sets of dispatch keys met on them.
 KINDS = ('cpu', 'cuda')
-_PLAIN_KINDS = {'cpu'}
-_PLAIN = _find_plain_keys('cpu')
+_PLAIN: dict[int, bool] = {}
 # Sizes of a grid, flags and names.
 _CONSTANTS = (bool, str, tuple, list, torch.Size)
 
@@ -138,6 +129,7 @@ class Operator:
 
     Attributes:
         names: of the inputs.
+        has_aten: whether it takes backend='aten'.
         measured: the forms that `fastest` found, by sizes of the inputs.
         gradients: the names that the backward returns gradients of, in its order: q, k, v, the biases, all others.
         gradient_indices: of `gradients` in `names`.
@@ -146,14 +138,16 @@ class Operator:
         recorded: the `torch.autograd.Function` of an ordinary call (*inputs, save, form).
     """
 
-    forward_operator: CustomOpDef
-    backward_operator: CustomOpDef
+    forward_operator: Any
+    backward_operator: Any
     recorded: Any
 
     def __init__(self, operation: Operation) -> None:
         self.operation, self.name, self.inputs = operation, operation.name, operation.inputs
         self.check, self.forms, self.empty_saved = operation.check, operation.forms, operation.empty_saved
         self.names = list(operation.inputs._fields)
+        # The graph of a causal operation is for derivatives only: in float32 a large key of the future hides the past.
+        self.has_aten = operation.graph is not None and not operation.causal
         self.gradients = ['q', 'k', 'v', *operation.biases, *operation.differentiable]
         self.gradient_indices = [self.names.index(field) for field in self.gradients]
         self.candidates = {
@@ -170,13 +164,16 @@ class Operator:
         Weights of the bias, from `bias_weights`, are used in an ordinary call without gradients.
         """
         backend = args[-1]
-        if backend == 'aten' and self.operation.graph is not None:
+        if backend == 'aten' and self.has_aten:
             # A trace has no sizes to check, nor has a graph of torch.fx.
             if isinstance(args[2], Tensor) and not torch.jit.is_tracing():
                 self.check(self.inputs(*args[:-1]))
             return self.operation.graph(*args[:-1])
         if _needs_dispatcher(args):
-            if self.operation.graph is not None and torch.onnx.is_in_onnx_export():
+            if is_transformed():
+                self.check_backend(backend)
+                return self.derive(args[:-1])
+            if self.has_aten and torch.onnx.is_in_onnx_export():
                 return self(*args[:-1], 'aten')
             return self.dispatch(*args)
         inputs = self.inputs._make(args[:-1])
@@ -186,6 +183,24 @@ class Operator:
             if backend == 'auto' and inputs.v.is_cpu and inputs.v.numel() and not torch.is_grad_enabled():
                 form = self.fastest(form, inputs, weights)
         return self.compute(form, inputs, weights)
+
+    def derive(self, inputs: Sequence[Any]) -> Tensor:
+        """Compute the operation in plain torch operations, of which every derivative and batch is defined.
+
+        In float64, where the exponentials of any keys and biases in float32 that are in use stay in range.
+
+        Raises:
+            RuntimeError: the operation declares no graph.
+        """
+        if self.operation.graph is None:
+            raise RuntimeError(
+                f'{self.name} has neither forward mode, nor transforms of torch.func, nor second derivatives: declare '
+                'Operation(graph=...), which computes it in differentiable torch operations'
+            )
+        named = self.inputs._make(inputs)
+        self.check(named)
+        own = named.v if named.q is None else named.q
+        return self.operation.graph(*(_widen(x) for x in inputs)).to(own.dtype)
 
     def fastest(self, default: Form, inputs: Any, weights: Tensor) -> Form:
         """Return the form measured to be the fastest on a CPU for such sizes, with weights of a constant bias.
@@ -263,7 +278,7 @@ class Operator:
     def check_backend(self, backend: str) -> None:
         """Raise a ValueError if there is no such backend."""
         if backend not in self.candidates:
-            names = self.candidates if self.operation.graph is None else (*self.candidates, 'aten')
+            names = (*self.candidates, 'aten') if self.has_aten else self.candidates
             raise ValueError(f'backend must be one of {", ".join(names)}, got {backend!r}')
 
     def run(self, form: Form, inputs: Any, save: bool) -> tuple[Tensor, Tensor]:
@@ -284,6 +299,9 @@ class Operator:
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, save, backend = self.inputs._make(args[:-2]), args[-2], args[-1]
+        if forward_ad._current_level >= 0:
+            # Below autograd the tangents are gone.
+            raise RuntimeError(f'aft_vision::{self.name} in a graph has no forward mode; call the function of ops')
         return self.run(self.choose(backend, inputs), inputs, save)
 
     def forward_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
@@ -291,14 +309,6 @@ class Operator:
         self.check_backend(backend)
         self.check(inputs)
         return self.empty(inputs, save)
-
-    def record(self, *args: Any) -> tuple[Tensor, ...]:
-        """Compute (*inputs, save, backend) while gradients are on and nothing but autograd watches."""
-        inputs, save, backend = self.inputs._make(args[:-2]), args[-2], args[-1]
-        form = self.choose(backend, inputs)
-        if _needs_gradient(inputs):
-            return self.recorded.apply(*inputs, save, form)
-        return self.run(form, inputs, save)
 
     def record_forward(self, ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         found = self.run(args[-1], self.inputs._make(args[:-2]), args[-2])
@@ -339,36 +349,26 @@ class Operator:
         return tuple(inputs.k.new_empty(0) if x is None else x.new_empty(x.shape) for x in tensors)
 
     def register(self) -> None:
-        """Register both operators with their fakes and derivatives; the backward has an error for a second one."""
+        """Register both operators with their fakes, and the gradient of the first."""
         hints = get_type_hints(self.inputs)
         tensors = ', '.join(f'{_SCHEMA_TYPES.get(hints[field], "SymInt[]")} {field}' for field in self.names)
         grads = ', '.join(['Tensor'] * len(self.gradients))
-        self.forward_operator = torch.library.custom_op(
-            f'aft_vision::{self.name}',
-            self.forward,
-            mutates_args=(),
-            schema=f'({tensors}, bool save, str backend) -> (Tensor, Tensor)',
+        gradients = f'(Tensor grad, Tensor y, Tensor saved, {tensors}, bool need_bias, str backend) -> ({grads})'
+        for name, schema, body, fake in (
+            (self.name, f'({tensors}, bool save, str backend) -> (Tensor, Tensor)', self.forward, self.forward_fake),
+            (f'{self.name}_backward', gradients, self.backward, self.backward_fake),
+        ):
+            torch.library.define(f'aft_vision::{name}', schema, tags=torch.Tag.pt2_compliant_tag)
+            torch.library.impl(f'aft_vision::{name}', 'default', body)
+            torch.library.register_fake(f'aft_vision::{name}', fake)
+        torch.library.register_autograd(
+            f'aft_vision::{self.name}', self.differentiate, setup_context=self.setup_context
         )
-        self.backward_operator = torch.library.custom_op(
-            f'aft_vision::{self.name}_backward',
-            self.backward,
-            mutates_args=(),
-            schema=f'(Tensor grad, Tensor y, Tensor saved, {tensors}, bool need_bias, str backend) -> ({grads})',
-        )
-        self.forward_operator.register_fake(self.forward_fake)
-        self.backward_operator.register_fake(self.backward_fake)
-
-        self.forward_operator.register_autograd(self.differentiate, setup_context=self.setup_context)
+        operators = torch.ops.aft_vision
+        self.forward_operator = getattr(operators, self.name).default
+        self.backward_operator = getattr(operators, f'{self.name}_backward').default
         methods = {'forward': staticmethod(self.record_forward), 'backward': staticmethod(self.differentiate)}
         self.recorded = type(self.name, (torch.autograd.Function,), methods)
-        rules = Rules(self.setup_both, self.differentiate, self.differentiate_forward, self.forward, self.record)
-        names = [*self.names, 'save', 'backend']
-        register_transforms(self.forward_operator, names, lambda *_: False, rules)
-
-        rules = once_differentiable(self.backward_operator, self.backward)
-        self.backward_operator.register_autograd(rules.backward, setup_context=rules.setup_context)
-        names = ['grad', 'y', 'saved', *self.names, 'need_bias', 'backend']
-        register_transforms(self.backward_operator, names, lambda *args: args[-2], rules)
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
@@ -384,16 +384,14 @@ class Operator:
         ctx.constants = [tuple(x) if isinstance(x, list) else None if isinstance(x, Tensor) else x for x in kept]
         ctx.how = inputs[-1]
 
-    def setup_both(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        self.setup_context(ctx, inputs, output)
-        ctx.save_for_forward(*output, *(x if isinstance(x, Tensor) else None for x in inputs[: len(self.names)]))
-        ctx.mark_non_differentiable(output[1])
-
     def differentiate(self, ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * (len(self.names) + 2)
         if grad is None:
             return tuple(found)
-        y, saved, inputs = _restored(ctx)
+        y, saved, *kept = ctx.saved_tensors
+        inputs = [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
+        if torch.is_grad_enabled() or is_transformed():
+            return (*self.differentiate_plainly(grad, inputs, ctx.needs_input_grad), None, None)
         # The form of an ordinary call, or the backend of one in a graph.
         form, backend = (ctx.how, ctx.how.name) if isinstance(ctx.how, Form) else (None, ctx.how)
         # The call was captured while gradients were off.
@@ -401,9 +399,7 @@ class Operator:
             _, saved = self.forward_operator(*inputs, True, backend)
         need_bias = any(ctx.needs_input_grad[self.names.index(name)] for name in self.operation.biases)
         # Hooks of saved tensors may give back others, which the operator refuses.
-        if form is not None and _shapes(y, saved, *inputs) != ctx.shapes:
-            form = None
-        if form is None or torch.is_grad_enabled() or _needs_dispatcher((grad, y, saved, *inputs)):
+        if form is None or _shapes(y, saved, *inputs) != ctx.shapes or _needs_dispatcher((grad, y, saved, *inputs)):
             results = self.backward_operator(grad, y, saved, *inputs, need_bias, backend)
         else:
             results = self.run_backward(form, grad, y, saved, self.inputs._make(inputs), need_bias)
@@ -412,21 +408,25 @@ class Operator:
                 found[place] = result
         return tuple(found)
 
-    def differentiate_forward(self, ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
-        inputs = self.inputs._make(_restored(ctx)[2])
-        along = {field: tangents[place] for field, place in zip(self.gradients, self.gradient_indices, strict=True)}
-        with without_autocast(inputs.k.device.type):
-            return tangent.forward_tangent(self.forward_operator, self.operation, inputs, along, ctx.how), None
+    def differentiate_plainly(self, grad: Tensor, inputs: list[Any], needed: Sequence[bool]) -> list[Tensor | None]:
+        """Differentiate the plain graph: for a derivative of the gradient, or a batch of gradients."""
+        with torch.enable_grad():
+            # Views: one tensor may be several inputs.
+            views = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
+            y = self.derive(views)
+        places = [place for place in range(len(inputs)) if needed[place]]
+        wanted = [views[place] for place in places]
+        options: Any = dict(create_graph=torch.is_grad_enabled(), materialize_grads=True)
+        found = dict(zip(places, torch.autograd.grad(y, wanted, grad, **options), strict=True))
+        return [found.get(place) for place in range(len(inputs))]
 
 
 def _shapes(*values: Any) -> list[torch.Size | None]:
     return [x.shape if isinstance(x, Tensor) else None for x in values]
 
 
-def _restored(ctx: Any) -> tuple[Tensor, Tensor, list[Any]]:
-    # y, what the forward saved for the backward, and the inputs.
-    y, saved, *kept = ctx.saved_tensors
-    return y, saved, [x if x is not None else constant for x, constant in zip(kept, ctx.constants, strict=True)]
+def _widen(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() and x.device.type in KINDS else x
 
 
 _SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
@@ -455,7 +455,7 @@ def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
     if bias.ndim != len(weights.shape) or bias.shape[-1] != bias.shape[-2]:
         raise ValueError(f'bias must have shape ({", ".join(weights.shape)}) for {name}, got {tuple(bias.shape)}')
     # Compiled forms read the memory of plain tensors.
-    if _needs_dispatcher((bias, v)):
+    if not is_ordinary((bias, v)):
         return None
     inputs = weights.inputs(bias, v)
     if not any(form.supports(inputs) or form.is_candidate(inputs) for form in _weighing_forms(operation)):

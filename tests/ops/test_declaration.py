@@ -12,19 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from aft_vision import ops
 from aft_vision.ops.declaration import OPERATIONS, Form, Operation
-from aft_vision.ops.full.eager import FullInputs, full_backward, full_forward
 
 
 @pytest.mark.parametrize('name', OPERATIONS)
 @pytest.mark.parametrize('promise', CONTRACT)
 def test_an_operation_keeps(promise: str, name: str):
     CONTRACT[promise](name)
-
-
-def test_an_operation_with_a_bias_needs_a_forward_mode():
-    form = Form('eager', full_forward, full_backward)
-    with pytest.raises(ValueError, match='expected bias_index for aft_full, got None'):
-        Operation('aft_full', FullInputs, (form,), biases=('bias',))
 
 
 class GatedInputs(NamedTuple):
@@ -49,7 +42,7 @@ def gated_backward(grad: Tensor, y: Tensor, saved: Tensor, inputs: GatedInputs, 
 
 
 def declare(name: str, **others: Any) -> Any:
-    declared: dict[str, Any] = dict(biases=('scale',), bias_index=lambda *_: None, differentiable=('decay',)) | others
+    declared: dict[str, Any] = dict(biases=('scale',), differentiable=('decay',)) | others
     count = 4 + len(declared['differentiable'])
     form = Form('eager', lambda inputs, save: (gated(*inputs), None), lambda *args: gated_backward(*args)[:count])
     return ops.register(Operation(name, GatedInputs, (form,), empty_saved=None, **declared))
@@ -88,6 +81,27 @@ def test_a_gradient_of_an_input_that_is_not_declared_is_an_error():
     inputs[3] = inputs[3].detach()
     (slope,) = torch.autograd.grad(operation(*inputs, None, 'auto').sum(), inputs[4])
     assert_close(slope, torch.autograd.grad(gated(*inputs).sum(), inputs[4])[0], 1e-12)
+
+
+def test_an_operation_has_forward_mode_and_transforms_if_it_declares_a_graph():
+    inputs = [x.detach() for x in draw_gated()]
+    tangents = [x.cos() for x in inputs]
+    with_graph, without = declare('gated_graph', graph=gated), declare('gated_no_graph')
+    calls = [lambda *x, f=f: f(*x, None, 'auto') for f in (with_graph, without)]
+    expected = torch.func.jvp(gated, tuple(inputs), tuple(tangents))
+    for got, wanted in zip(torch.func.jvp(calls[0], tuple(inputs), tuple(tangents)), expected, strict=True):
+        assert_close(got, wanted, 1e-12)
+    leaf = inputs[3].clone().requires_grad_()
+    y = calls[1](*inputs[:3], leaf, inputs[4])
+    for call in (
+        lambda: torch.func.jvp(calls[1], tuple(inputs), tuple(tangents)),
+        lambda: torch.vmap(lambda v: calls[1](*inputs[:2], v, *inputs[3:]))(inputs[2][None]),
+        lambda: torch.autograd.grad(y.sum(), leaf, create_graph=True),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r'gated_no_graph has neither forward mode.*declare Operation\(graph=...\)'
+        ):
+            call()
 
 
 def test_operations_are_counted_as_declared_and_never_guessed():

@@ -10,7 +10,7 @@ from aft_vision.ops.common.inputs import check_heads
 from aft_vision.ops.conv import aten, cpp, eager, onehot, window
 from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.onehot import OnehotInputs
-from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, lazy_function
+from aft_vision.ops.declaration import BiasWeights, Form, Operation, Shape, lazy_function
 from aft_vision.ops.flops import mean_products
 from aft_vision.ops.operator import register, triton_form
 
@@ -35,20 +35,6 @@ def check_onehot(inputs: OnehotInputs) -> None:
     if tuple(weight.shape) != (heads,):
         raise ValueError(f'weight must have shape ({heads},) to match offset, got {tuple(weight.shape)}')
     check_heads(inputs, heads, 'offset')
-
-
-def _conv_index(inputs: ConvInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    size, width = inputs.kernel.shape[-1], inputs.grid[1]
-    row = source // width - target // width + size // 2
-    column = source % width - target % width + size // 2
-    biased = (row >= 0) & (row < size) & (column >= 0) & (column < size)
-    return BiasIndex((row * size + column).where(biased, 0), biased, None if inputs.global_context else biased)
-
-
-def _onehot_index(inputs: OnehotInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    width, offset = inputs.grid[1], inputs.offset[:, :, None, None]  # (h, 2, 1, 1)
-    row, column = source // width - target // width, source % width - target % width
-    return BiasIndex(torch.zeros_like(row), (row == offset[:, 0]) & (column == offset[:, 1]))
 
 
 def _draw_conv(shape: Shape, draw: Any) -> dict[str, Any]:
@@ -98,7 +84,6 @@ CONV = register(
         ),
         check=check_conv,
         biases=('kernel',),
-        bias_index=_conv_index,
         graph=aten.aft_conv,
         weights=BiasWeights(
             ('h', 's', 's'),
@@ -123,7 +108,6 @@ ONEHOT = register(
         ),
         check=check_onehot,
         biases=('weight',),
-        bias_index=_onehot_index,
         empty_saved=None,
         graph=aten.aft_onehot,
         products=lambda x: mean_products(x, 1, True),

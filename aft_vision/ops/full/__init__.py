@@ -5,7 +5,7 @@ from torch import Tensor
 
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import check_qkv
-from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, lazy_function
+from aft_vision.ops.declaration import BiasWeights, Form, Operation, Shape, lazy_function
 from aft_vision.ops.flops import mean_products
 from aft_vision.ops.full import aten, cpp, eager
 from aft_vision.ops.full.eager import FullInputs
@@ -18,12 +18,6 @@ def check_full(inputs: FullInputs) -> None:
     bias, tokens = inputs.bias, inputs.v.shape[1]
     if bias.shape != (tokens, tokens):
         raise ValueError(f'bias must have shape {(tokens, tokens)} to match v, got {tuple(bias.shape)}')
-
-
-def full_index(inputs: FullInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    """Return the entries of the bias that targets read for sources."""
-    entry = target * len(source) + source
-    return BiasIndex(entry, torch.ones_like(entry, dtype=torch.bool))
 
 
 FULL = register(
@@ -41,7 +35,6 @@ FULL = register(
         ),
         check=check_full,
         biases=('bias',),
-        bias_index=full_index,
         graph=aten.aft_full,
         weights=BiasWeights(
             ('T', 'T'), cpp.bias_weights, cpp.weights_layout, lambda bias, v: FullInputs(None, v, v, bias)

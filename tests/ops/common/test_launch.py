@@ -25,13 +25,12 @@ def single(T: int = 5, D: int = 3, device: str = 'cpu') -> list[Tensor]:
 
 def test_ordinary_tensors_of_another_device_need_no_dispatcher_either(monkeypatch: pytest.MonkeyPatch):
     x = torch.ones(2, device='meta')
-    assert operator._needs_dispatcher((x,))
+    assert not operator.is_ordinary((x,))
     monkeypatch.setattr(operator, 'KINDS', ('cpu', 'meta'))
-    monkeypatch.setattr(operator, '_PLAIN_KINDS', {'cpu'})
-    monkeypatch.setattr(operator, '_PLAIN', {*operator._PLAIN})
-    assert not operator._needs_dispatcher((x,))
-    assert operator._needs_dispatcher((torch._neg_view(x),))
-    assert not operator._needs_dispatcher((torch.ones(2),))
+    monkeypatch.setattr(operator, '_PLAIN', {})
+    assert operator.is_ordinary((x,))
+    assert not operator.is_ordinary((torch._neg_view(x),))
+    assert operator.is_ordinary((torch.ones(2),))
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch):
