@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import check_qkv, empty_denominator
-from aft_vision.ops.common.numerics import without_autocast
+from aft_vision.ops.common.numerics import call_without_autocast
 
 
 class Shape(NamedTuple):
@@ -74,15 +74,12 @@ class Form:
 
     def run_forward(self, inputs: Any, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the forward, without autocast."""
-        with without_autocast(inputs.v.device.type):
-            if weights is None or not self.takes_weights:
-                return self.forward(inputs, save)
-            return self.forward(inputs, save, weights)
+        given = (weights,) if weights is not None and self.takes_weights else ()
+        return call_without_autocast(self.forward, inputs.v, inputs, save, *given)
 
     def run_backward(self, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any, need_bias: bool) -> Sequence[Tensor]:
         """Compute the backward, without autocast."""
-        with without_autocast(grad.device.type):
-            return self.backward(grad, y, saved, inputs, need_bias)
+        return call_without_autocast(self.backward, grad, grad, y, saved, inputs, need_bias)
 
 
 class BiasWeights(NamedTuple):

@@ -6,7 +6,8 @@ each chooses its form. An ordinary call that does not need torch's dispatcher go
 backward to the same one. Transforms of `torch.func`, forward mode and second derivatives take the plain graph of the
 operation instead, which torch can differentiate and batch.
 
-Private functions of torch, as of 2.14: none of them has a public equivalent.
+Private names of torch without a public equivalent in 2.14: the dispatch keys of a tensor, the modes of its dispatcher,
+the level of forward mode, whether a transform is active, whether a profiler is.
 """
 
 import functools
@@ -87,10 +88,11 @@ def is_ordinary(args: Sequence[Any]) -> bool:
         or torch.overrides.has_torch_function(args)
     ):
         return False
+    keys = torch._C._dispatch_keys
     for x in args:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            if not _has_plain_keys(x):
+            if not (_PLAIN.get(keys(x).raw_repr()) or _has_plain_keys(x)):
                 return False
         elif x is not None and kind not in _CONSTANTS:
             return False
@@ -111,10 +113,6 @@ def _has_plain_keys(x: Tensor) -> bool:
     return _PLAIN.get(keys, False)
 
 
-def _needs_gradient(inputs: Sequence[Any]) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-
-
 # Kinds of devices with forms of the operators, and sets of dispatch keys met on them.
 KINDS = ('cpu', 'cuda')
 _PLAIN: dict[int, bool] = {}
@@ -132,7 +130,7 @@ class Operator:
         has_aten: whether it takes backend='aten'.
         measured: the forms that `fastest` found, by sizes of the inputs.
         gradients: the names that the backward returns gradients of, in its order: q, k, v, the biases, all others.
-        gradient_indices: of `gradients` in `names`.
+        gradient_indices, fixed_indices: of `gradients`, and of all others, in `names`.
         candidates: the forms that a backend, or a name of a form, asks for.
         forward_operator, backward_operator: the two.
         recorded: the `torch.autograd.Function` of an ordinary call (*inputs, save, form).
@@ -150,6 +148,7 @@ class Operator:
         self.has_aten = operation.graph is not None and not operation.causal
         self.gradients = ['q', 'k', 'v', *operation.biases, *operation.differentiable]
         self.gradient_indices = [self.names.index(field) for field in self.gradients]
+        self.fixed_indices = sorted({*range(len(self.names))} - {*self.gradient_indices})
         self.candidates = {
             name: [form for form in self.forms if name in ('auto', form.backend, form.name)]
             for name in (*BACKENDS, *(form.name for form in self.forms))
@@ -234,7 +233,7 @@ class Operator:
 
     def compute(self, form: Form, inputs: Any, weights: Tensor | None = None) -> Tensor:
         """Compute the operation of plain tensors in a form that supports them, with a gradient if there is need."""
-        if torch.is_grad_enabled() and _needs_gradient(inputs):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             return self.recorded.apply(*inputs, True, form)[0]
         if not inputs.v.numel():
             return empty_output(inputs.q, inputs.v)
@@ -373,8 +372,10 @@ class Operator:
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
         kept = inputs[: len(self.names)]
-        for name, needed in zip(self.names, ctx.needs_input_grad, strict=False):
-            if needed and name not in self.gradients:
+        needed = ctx.needs_input_grad
+        for place in self.fixed_indices:
+            if needed[place]:
+                name = self.names[place]
                 raise ValueError(
                     f'{self.name} has no gradient of its input {name}, which requires one: '
                     f"declare Operation(differentiable=('{name}',)), or detach it"
