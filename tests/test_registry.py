@@ -40,10 +40,12 @@ PARAMETERS = {
     'aft_conv_small_k11_h16': (20_298_088, 20_288_680),
     'aft_conv_small_k15_h384': (23_020_648, 23_006_824),
     'aft_conv_base_k25_h32_384': (79_864_552, 79_845_736),
-    'aft_pyramid_pico': (3_557_096, 3_555_128),
+    'aft_pyramid_pico': (2_747_346, 2_745_378),
     'aft_pyramid_nano': (9_582_584, 9_578_872),
     'aft_pyramid_tiny': (11_416_888, 11_411_576),
 }
+# Classes of the packaged weights.
+TRAINED = {'pyramid_nano': 1000, '_nano': 10, '_pico': 210}
 PYRAMIDS = ('aft_pyramid_nano', 'aft_pyramid_pico', 'aft_pyramid_tiny')
 SMALL_PYRAMID = dict(stem_dim=8, dims=(8, 16, 16, 32), depths=(1, 1, 1, 1), num_heads=(4, 8), head_hidden_size=16)
 # Of images, in pixels: every model takes 224 in tests/models.
@@ -141,11 +143,9 @@ def test_pretrained_says_that_there_are_no_weights(name):
 @all_models
 def test_default_config_is_that_of_the_paper(name):
     cfg = timm.get_pretrained_cfg(name)
-    size = next(
-        (size for end, size in (('_384', 384), ('pyramid_nano', 224), ('_nano', 96)) if name.endswith(end)), 224
-    )
-    # The nano models are those of the recipe for Imagenette.
-    classes, crop_pct = (10, 1.0) if size == 96 else (1000, 0.875)
+    # Those with weights have their size and classes.
+    classes = next((count for end, count in TRAINED.items() if name.endswith(end)), 1000)
+    size, crop_pct = (384 if name.endswith('_384') else 224, 0.875) if classes == 1000 else (96, 1.0)
     assert (cfg.architecture, cfg.num_classes, cfg.input_size) == (name, classes, (3, size, size))
     assert cfg.crop_pct == crop_pct
     assert cfg.fixed_input_size is not name.startswith(('aft_conv', 'aft_axial', 'aft_pyramid'))

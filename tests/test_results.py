@@ -102,7 +102,7 @@ def test_a_kept_run_has_its_answers_and_loads(photographs, tmp_path):
 
 def test_a_run_that_cannot_be_kept_is_named(photographs, tmp_path):
     run = make_run(tmp_path / 'odd_seed2', photographs, epochs=0)
-    args = build.parse_args([str(run), *ORIGIN, '--ablation'])
+    args = build.parse_args([str(run), *ORIGIN, '--into', 'imagenette_ablations'])
     with pytest.raises(ValueError, match=r'expected a complete run, got .*odd_seed2 after 0 epochs'):
         build.keep_run(run, args, tmp_path)
     run = make_run(tmp_path / 'other_seed2', photographs)

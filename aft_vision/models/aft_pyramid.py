@@ -37,6 +37,10 @@ from aft_vision.layers.fused import FusedConvolutions, FusibleConvNormAct
 from aft_vision.layers.mixers import find_mixer, split_arguments
 from aft_vision.models.aft_vit import pool_tokens
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
+from aft_vision.models.weight_files import PACKAGED, forget_classes, packaged_cfg
+
+# The classes of Tiny-ImageNet and of Imagenette, none of which is in both.
+TINY_IMAGENET = tuple((PACKAGED / 'tiny_imagenet.txt').read_text().split())
 
 # Pixels per position of the last stage and of a padding mask, along a side.
 STRIDE = 32
@@ -459,7 +463,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: AFTPyramid) -> dict[
 
 
 def _create_pyramid(variant: str, pretrained: bool = False, **kwargs: Any) -> AFTPyramid:
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         AFTPyramid,
         variant,
         pretrained,
@@ -467,6 +471,8 @@ def _create_pyramid(variant: str, pretrained: bool = False, **kwargs: Any) -> AF
         feature_cfg=dict(out_indices=(0, 1, 2, 3), flatten_sequential=True),
         **kwargs,
     )
+    forget_classes(model, pretrained, TINY_IMAGENET)
+    return model
 
 
 def _cfg() -> dict[str, Any]:
@@ -483,8 +489,18 @@ def _cfg() -> dict[str, Any]:
     }
 
 
-# No weights are published, so no entry has a URL, and pretrained=True raises timm's error.
-default_cfgs = generate_default_cfgs({f'aft_pyramid_{size}': _cfg() for size in ('pico', 'nano', 'tiny')})
+# No other weights are published: without a file or a URL, pretrained=True raises timm's error.
+default_cfgs = generate_default_cfgs(
+    {
+        'aft_pyramid_pico.tiny_imagenet': {
+            **_cfg(),
+            **packaged_cfg('aft_pyramid_pico.tiny_imagenet', TINY_IMAGENET),
+            'pool_size': (3, 3),
+        },
+        'aft_pyramid_nano': _cfg(),
+        'aft_pyramid_tiny': _cfg(),
+    }
+)
 
 
 @register_model

@@ -36,7 +36,7 @@ from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
 from aft_vision.models.state_dict import resample_patches, resample_rows
 from aft_vision.models.transfer_report import TransferReport, describe_transfer
-from aft_vision.models.weight_files import packaged_weights
+from aft_vision.models.weight_files import forget_classes, packaged_cfg
 
 _logger = logging.getLogger(__name__)
 
@@ -516,11 +516,7 @@ def _create_aft(variant: str, pretrained: bool = False, **kwargs: Any) -> AFTVis
         feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
         **kwargs,
     )
-    # Names that were not given are those of the classes that the weights know.
-    cfg: Any = model.pretrained_cfg
-    untrained = not pretrained or getattr(model, 'num_classes', None) != len(IMAGENETTE)
-    if untrained and cfg.get('label_names') == IMAGENETTE:
-        del cfg['label_names']
+    forget_classes(model, pretrained, IMAGENETTE)
     return model
 
 
@@ -542,15 +538,7 @@ def _cfg(fixed_input_size: bool, size: int = 224) -> dict[str, Any]:
 
 
 def _imagenette(name: str, fixed_input_size: bool) -> dict[str, Any]:
-    return {
-        **_cfg(fixed_input_size, size=96),
-        'file': packaged_weights(f'{name}.imagenette'),
-        'num_classes': len(IMAGENETTE),
-        'label_names': IMAGENETTE,
-        'crop_pct': 1.0,
-        # That of the images is for non-commercial research.
-        'license': 'other',
-    }
+    return {**_cfg(fixed_input_size), **packaged_cfg(f'{name}.imagenette', IMAGENETTE)}
 
 
 # No other weights are published: without a file or a URL, pretrained=True raises timm's error.

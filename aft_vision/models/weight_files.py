@@ -4,10 +4,12 @@ import json
 import pickle
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import nn
 
 from aft_vision.errors import first_line
 from aft_vision.files import replacing
@@ -22,6 +24,33 @@ def packaged_weights(name: str) -> str | None:
     """Return the path of packaged weights, such as of aft_conv_nano.imagenette; None if there are none."""
     path = PACKAGED / f'{name}.safetensors'
     return str(path) if path.is_file() else None
+
+
+def packaged_cfg(name: str, classes: Sequence[str]) -> dict[str, Any]:
+    """Return what timm's configuration says of packaged weights, which were trained on squares of 96 px.
+
+    Args:
+        name: such as aft_conv_nano.imagenette.
+        classes: their synsets, in the order of the logits.
+    """
+    return {
+        'file': packaged_weights(name),
+        'input_size': (3, 96, 96),
+        'num_classes': len(classes),
+        'label_names': classes,
+        'crop_pct': 1.0,
+        # That of the images is for non-commercial research.
+        'license': 'other',
+    }
+
+
+def forget_classes(model: nn.Module, pretrained: bool, classes: Sequence[str]) -> None:
+    """Remove the names of the classes of packaged weights from the configuration of a model that has none of them."""
+    cfg: Any = model.pretrained_cfg
+    # Other names were given by the caller.
+    known = pretrained and getattr(model, 'num_classes', None) == len(classes)
+    if not known and cfg.get('label_names') == classes:
+        del cfg['label_names']
 
 
 def load_torch_file(path: str | Path) -> Any:

@@ -1,12 +1,12 @@
 """Write the tables and pictures of the pages of results from docs/results/data, and keep finished runs there.
 
 python docs/results/build.py
-python docs/results/build.py RUN ... --commit COMMIT --processor NAME [--ablation] [--weights] [--data DATA]
+python docs/results/build.py RUN ... --commit COMMIT --processor NAME [--into FOLDER] [--weights] [--data DATA]
 python docs/results/build.py FILE --images NAME --commit COMMIT --processor NAME
 
 RUN is the folder of a complete run. One of train.imagenet is named after its row, learning rate and seed, such as
 conv_8e-3_seed0: its config.yaml and summary.csv, and its answers to the validation images with float16 weights go to
-data/imagenette/ROW_seedN; with --ablation to data/imagenette_ablations. --weights also keeps the better of its last
+data/FOLDER/ROW_seedN, of imagenette, imagenette_ablations or tiny_imagenet. --weights also keeps the better of its last
 weights and their average, as an exported folder. One of train.recall becomes a row of data/recall/runs.csv.
 
 FILE is eval_resolution_grid.json of tools.eval_resolution, of folders named ROW_seedN. It goes to
@@ -119,7 +119,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('runs', nargs='*', type=Path, metavar='RUN', help='the folder of a complete run, or FILE')
     add('--commit', help='commit of the training or the evaluation')
     add('--processor', metavar='NAME', help='processor of the training or the evaluation')
-    add('--ablation', action='store_true', help='a row of the ablations')
+    folders = ('imagenette', 'imagenette_ablations', 'tiny_imagenet')
+    add('--into', choices=folders, default=folders[0], help='the folder of its table (default: imagenette)')
     add('--weights', action='store_true', help='keep the weights too')
     add('--data', help='the data set of the answers (default: data.dir of the run)')
     add('--images', metavar='NAME', help='what the images of FILE are called, such as squares_of_160_px')
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None, results: Path = RESULTS) -> None:
         elif 'pairs' in read_yaml(run / 'config.yaml')['data']:
             keep_recall(run, args, results / 'data' / 'recall')
         else:
-            keep_run(run, args, results / 'data' / f'imagenette{"_ablations" * args.ablation}')
+            keep_run(run, args, results / 'data' / args.into)
     build_imagenette(results)
     build_ablations(results)
     build_resolution(results)
@@ -591,7 +592,7 @@ def keep_run(run: Path, args: argparse.Namespace, data: Path) -> None:
     if content['epoch'] != config['schedule']['epochs']:
         raise ValueError(f'expected a complete run, got {run} after {content["epoch"]} epochs')
     row = re.sub(r'(_\d+(\.\d+)?e-\d+)?(_seed\d+)?$', '', run.resolve().name)
-    if args.ablation and row not in CHANGES:
+    if args.into == 'imagenette_ablations' and row not in CHANGES:
         raise ValueError(f'expected a folder named after one of {", ".join(CHANGES)}, got {run}: rename it')
     models = {'weights': load_model(run / LAST)}
     if content['ema_state_dict'] is not None:
