@@ -17,6 +17,7 @@ from timm.layers import BatchNormAct2d, ConvNormAct, Mlp
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from aft_vision.ops.common.ordinary import is_ordinary
 from aft_vision.ops.linear import (
     MIN_GRAPH_PRODUCT,
     can_run,
@@ -25,7 +26,6 @@ from aft_vision.ops.linear import (
     pack_weight,
     supports_dtype,
 )
-from aft_vision.ops.operator import is_ordinary
 
 # Activations that oneDNN computes with a convolution.
 POINTWISE = {nn.Identity: 'none', nn.ReLU: 'relu', nn.Hardswish: 'hardswish', nn.SiLU: 'swish'}

@@ -25,7 +25,7 @@ from aft_vision.ops import (
     local_bias,
     standardized_kernel,
 )
-from aft_vision.ops.operator import is_ordinary
+from aft_vision.ops.common.ordinary import is_ordinary
 
 # Plain torch.fx cannot branch on the shapes that they check.
 torch.fx.wrap('factorized_bias')

@@ -15,7 +15,7 @@ from aft_vision.ops.declaration import OPERATIONS, Operation
 
 
 def mean_products(inputs: Any, window: int, shares_sum: bool) -> tuple[int, int]:
-    """Count the multiplications of a mean over all sources (AFT Eq. 2), for `Operation.products`.
+    """Count the multiplications of a weighted mean over the sources, for `Operation.products`.
 
     A target weights the values and keys of `window` sources individually. If all other sources count too
     (AFT Eq. 4, 5, 6), all targets share one sum over e^k v:

@@ -6,8 +6,7 @@ each chooses its form. An ordinary call that does not need torch's dispatcher go
 backward to the same one. Transforms of `torch.func`, forward mode and second derivatives take the plain graph of the
 operation instead, which torch can differentiate and batch.
 
-Private names of torch without a public equivalent in 2.14: the dispatch keys of a tensor, the modes of its dispatcher,
-the level of forward mode, whether a transform is active, whether a profiler is.
+Private names of torch 2.14 without a public equivalent: the level of forward mode, and whether a profiler is active.
 """
 
 import functools
@@ -19,19 +18,16 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from aft_vision.ops import flops
 from aft_vision.ops.common import choice, cpp, launch
-from aft_vision.ops.common.choice import fastest
 from aft_vision.ops.common.inputs import empty_output
-from aft_vision.ops.common.numerics import without_autocast
+from aft_vision.ops.common.ordinary import KINDS, is_ordinary, is_transformed
+from aft_vision.ops.constant_bias import check_weights, fastest_form
 from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape, lazy_function
 from aft_vision.ops.tracing import grid_arguments, saves_for_backward
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
-# Sizes of inputs for which an operator knows the fastest form by heart.
-MAX_SIZES = 1000
 
 
 def triton_form(operation: str, module: str, forward: str, backward: str, *shapes: Shape) -> Form:
@@ -74,52 +70,6 @@ def _needs_dispatcher(args: Sequence[Any]) -> bool:
     return not is_ordinary(args) or torch.autograd._profiler_enabled()
 
 
-def is_ordinary(args: Sequence[Any]) -> bool:
-    """Return whether a call, with gradients or without, has plain tensors, and nothing but a profile sees operators.
-
-    Compilers, traces, transforms, forward mode, modes and subclasses see them. So do tensors whose memory holds other
-    numbers than they have, such as negated views.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or is_transformed()
-        or torch._C._len_torch_dispatch_stack()
-        or torch.overrides.has_torch_function(args)
-    ):
-        return False
-    keys = torch._C._dispatch_keys
-    for x in args:
-        kind = type(x)
-        if kind is Tensor or kind is Parameter:
-            if not (_PLAIN.get(keys(x).raw_repr()) or _has_plain_keys(x)):
-                return False
-        elif x is not None and kind not in _CONSTANTS:
-            return False
-    return True
-
-
-def is_transformed() -> bool:
-    """Return whether a transform of `torch.func` or forward mode sees the call."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
-def _has_plain_keys(x: Tensor) -> bool:
-    # Return whether a tensor has the dispatch keys of a new one, those of the inference mode included.
-    keys = torch._C._dispatch_keys(x).raw_repr()
-    if keys not in _PLAIN and x.device.type in KINDS:
-        with torch.inference_mode(x.is_inference()):
-            _PLAIN[keys] = keys == torch._C._dispatch_keys(torch.empty(0, device=x.device)).raw_repr()
-    return _PLAIN.get(keys, False)
-
-
-# Kinds of devices with forms of the operators, and sets of dispatch keys met on them.
-KINDS = ('cpu', 'cuda')
-_PLAIN: dict[int, bool] = {}
-# Sizes of a grid, flags and names.
-_CONSTANTS = (bool, str, tuple, list, torch.Size)
-
-
 class Operator:
     """Bodies, fakes and derivatives of aft_vision::name and aft_vision::name_backward; from `register`.
 
@@ -128,7 +78,7 @@ class Operator:
     Attributes:
         names: of the inputs.
         has_aten: whether it takes backend='aten'.
-        measured: the forms that `fastest` found, by sizes of the inputs.
+        measured: the forms that `fastest_form` found, by sizes of the inputs.
         gradients: the names that the backward returns gradients of, in its order: q, k, v, the biases, all others.
         gradient_indices, fixed_indices: of `gradients`, and of all others, in `names`.
         candidates: the forms that a backend, or a name of a form, asks for.
@@ -178,9 +128,9 @@ class Operator:
         inputs = self.inputs._make(args[:-1])
         form = self.choose(backend, inputs)
         if weights is not None:
-            _check_weights(self.operation, inputs, weights)
+            check_weights(self.operation, inputs, weights)
             if backend == 'auto' and inputs.v.is_cpu and inputs.v.numel() and not torch.is_grad_enabled():
-                form = self.fastest(form, inputs, weights)
+                form = fastest_form(self.operation, form, inputs, weights)
         return self.compute(form, inputs, weights)
 
     def derive(self, inputs: Sequence[Any]) -> Tensor:
@@ -200,36 +150,6 @@ class Operator:
         self.check(named)
         own = named.v if named.q is None else named.q
         return self.operation.graph(*(_widen(x) for x in inputs)).to(own.dtype)
-
-    def fastest(self, default: Form, inputs: Any, weights: Tensor) -> Form:
-        """Return the form measured to be the fastest on a CPU for such sizes, with weights of a constant bias.
-
-        Args:
-            default: what 'auto' chooses, which runs where nothing can be measured.
-        """
-        v, flags = inputs.v, [getattr(inputs, name) for name in self.operation.flags]
-        given = inputs.q is not None, inputs.mask is not None, *flags
-        key = v.shape, inputs.k.shape, weights.shape, v.dtype, given, torch.get_num_threads()
-        found = self.measured.get(key)
-        if found is None:
-            if len(self.measured) >= MAX_SIZES:
-                self.measured.clear()
-            found = self.measured[key] = self._measure(default, inputs, weights, given)
-        return found
-
-    def _measure(self, default: Form, inputs: Any, weights: Tensor, given: tuple[bool, ...]) -> Form:
-        # A power of two stands for the numbers of sequences and of tokens up to it.
-        batch, tokens = (1 << (size - 1).bit_length() for size in inputs.v.shape[:2])
-        sizes = {'B': batch, 'T': tokens, 'D': inputs.v.shape[2], 'keys': inputs.k.shape[2]}
-        if self.operation.has_grid:
-            sizes['s'] = inputs[self.gradient_indices[3]].shape[-1]
-        present = [name for name, here in zip(('q', 'mask', *self.operation.flags), given, strict=True) if here]
-        shape = *(f'{name}={size}' for name, size in sizes.items()), inputs.v.dtype, *present
-        others = [form for form in self.forms if form is not default and self.is_sound(form)]
-        forms = [default, *(form for form in others if form.is_candidate(inputs))]
-        names = [form.name for form in forms]
-        ways = [partial(form.run_forward, inputs, False, weights) for form in forms]
-        return forms[names.index(fastest(self.name, shape, dict(zip(names, ways, strict=True))))]
 
     def compute(self, form: Form, inputs: Any, weights: Tensor | None = None) -> Tensor:
         """Compute the operation of plain tensors in a form that supports them, with a gradient if there is need."""
@@ -431,54 +351,6 @@ def _widen(x: Any) -> Any:
 
 
 _SCHEMA_TYPES = {Tensor: 'Tensor', Tensor | None: 'Tensor?', bool: 'bool'}
-
-
-def bias_weights(name: str, bias: Tensor, v: Tensor) -> Tensor | None:
-    """Compute what the compiled forms read of a position bias, once for all calls with a bias that does not change.
-
-    Args:
-        name: 'aft_full' or 'aft_conv'.
-        bias: (T, T) of `aft_full`, or the kernel (h, s, s) of `aft_conv`.
-        v: values of such a call, which decide by their device, type and shape.
-
-    Returns:
-        The argument `weights` of that operation; None where no form takes any, or a compiler, a transform, a mode or a
-        subclass sees the call.
-
-    Raises:
-        ValueError: name is another one, or bias has another shape.
-    """
-    weighed = sorted(x.name for x in OPERATIONS.values() if x.weights is not None)
-    if name not in weighed:
-        raise ValueError(f'name must be one of {", ".join(weighed)}, got {name!r}')
-    operation, weights = OPERATIONS[name], OPERATIONS[name].weights
-    assert weights is not None
-    if bias.ndim != len(weights.shape) or bias.shape[-1] != bias.shape[-2]:
-        raise ValueError(f'bias must have shape ({", ".join(weights.shape)}) for {name}, got {tuple(bias.shape)}')
-    # Compiled forms read the memory of plain tensors.
-    if not is_ordinary((bias, v)):
-        return None
-    inputs = weights.inputs(bias, v)
-    if not any(form.supports(inputs) or form.is_candidate(inputs) for form in _weighing_forms(operation)):
-        return None
-    with without_autocast('cpu'):
-        return weights.make(bias.detach(), v)
-
-
-def _weighing_forms(operation: Operation) -> list[Form]:
-    return [form for form in operation.forms if form.takes_weights and operation.operator.is_sound(form)]
-
-
-def _check_weights(operation: Operation, inputs: Any, weights: Tensor) -> None:
-    # Whichever form runs; without a compiler none has any.
-    if operation.weights is None or cpp.library() is None or (cpp.failures and not _weighing_forms(operation)):
-        return
-    shape, dtype = operation.weights.layout(getattr(inputs, operation.biases[0]), inputs.v)
-    if weights.shape != shape or weights.dtype != dtype or not weights.is_contiguous():
-        raise ValueError(
-            f'weights must be those of `ops.bias_weights`, {shape} in {dtype}, got {tuple(weights.shape)} in '
-            f'{weights.dtype}'
-        )
 
 
 def register(operation: Operation) -> Operator:
