@@ -77,7 +77,7 @@ class Operator:
 
     Attributes:
         names: of the inputs.
-        has_aten: whether it takes backend='aten'.
+        aten: the graph of backend='aten', if it takes that.
         measured: the forms that `fastest_form` found, by sizes of the inputs.
         gradients: the names that the backward returns gradients of, in its order: q, k, v, the biases, all others.
         gradient_indices, fixed_indices: of `gradients`, and of all others, in `names`.
@@ -95,7 +95,7 @@ class Operator:
         self.check, self.forms, self.empty_saved = operation.check, operation.forms, operation.empty_saved
         self.names = list(operation.inputs._fields)
         # The graph of a causal operation is for derivatives only: in float32 a large key of the future hides the past.
-        self.has_aten = operation.graph is not None and not operation.causal
+        self.aten = None if operation.causal else operation.graph
         self.gradients = ['q', 'k', 'v', *operation.biases, *operation.differentiable]
         self.gradient_indices = [self.names.index(field) for field in self.gradients]
         self.fixed_indices = sorted({*range(len(self.names))} - {*self.gradient_indices})
@@ -113,16 +113,16 @@ class Operator:
         Weights of the bias, from `bias_weights`, are used in an ordinary call without gradients.
         """
         backend = args[-1]
-        if backend == 'aten' and self.has_aten:
+        if backend == 'aten' and self.aten is not None:
             # A trace has no sizes to check, nor has a graph of torch.fx.
             if isinstance(args[2], Tensor) and not torch.jit.is_tracing():
                 self.check(self.inputs(*args[:-1]))
-            return self.operation.graph(*args[:-1])
+            return self.aten(*args[:-1])
         if _needs_dispatcher(args):
             if is_transformed():
                 self.check_backend(backend)
                 return self.derive(args[:-1])
-            if self.has_aten and torch.onnx.is_in_onnx_export():
+            if self.aten is not None and torch.onnx.is_in_onnx_export():
                 return self(*args[:-1], 'aten')
             return self.dispatch(*args)
         inputs = self.inputs._make(args[:-1])
@@ -197,7 +197,7 @@ class Operator:
     def check_backend(self, backend: str) -> None:
         """Raise a ValueError if there is no such backend."""
         if backend not in self.candidates:
-            names = (*self.candidates, 'aten') if self.has_aten else self.candidates
+            names = self.candidates if self.aten is None else (*self.candidates, 'aten')
             raise ValueError(f'backend must be one of {", ".join(names)}, got {backend!r}')
 
     def run(self, form: Form, inputs: Any, save: bool) -> tuple[Tensor, Tensor]:
