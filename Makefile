@@ -15,7 +15,7 @@ UNUSED := -p no:anyio -p no:hypothesispytest -p no:timeout
 # Seconds and options of `make fuzz`: make fuzz SECONDS=60 FUZZ_ARGS='--operator aft_full --backend cpp'
 SECONDS ?= 600
 FUZZ_ARGS ?=
-# Options of `make gpu`: make gpu GPU_ARGS='--data imagenette.tar --pieces a b'
+# Options of pytest for `make gpu`: make gpu GPU_ARGS='-n 8'
 GPU_ARGS ?=
 # Names of runtimes, or options, of `make runtimes`
 RUNTIMES ?=
@@ -91,9 +91,10 @@ lint: $(STAMP)
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --seconds $(SECONDS) $(FUZZ_ARGS)
 
-# Every check and measurement that needs a GPU, in pieces that continue after an interruption; report in build/gpu
+# The tests that need a GPU, of every kernel against float64 too, then the goals of speed there
 gpu: $(STAMP)
-	$(PY) -m tools.gpu_report $(GPU_ARGS)
+	$(PY) -m tools.verify_gpu --thorough $(GPU_ARGS)
+	$(PY) -m tools.benchmark goals --rows 17 18
 
 # timm's own tests/test_models.py on our models
 timm-suite: $(STAMP)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from aft_vision import ops
 from aft_vision.layers import AFTConv, StandardizedKernel, mixers_of
-from aft_vision.layers.mixers import flat_arguments
+from aft_vision.layers.base import flat_arguments
 
 
 def conv_mixers(model: nn.Module) -> list[AFTConv]:

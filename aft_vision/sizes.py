@@ -7,7 +7,7 @@ from timm.data import resolve_model_data_config
 from timm.models import get_model_input_config, get_model_traits
 from torch import nn
 
-from aft_vision.layers import FactorizedBias, PairwiseBias, aft_mixers
+from aft_vision.layers import token_mixers
 
 
 def default_size(model: nn.Module) -> tuple[int, int]:
@@ -89,9 +89,10 @@ def resize_model(model: nn.Module, size: Sequence[int] | None) -> Any:
 
 def takes_any_size(model: nn.Module) -> bool:
     """Return whether an AFT model takes every height and width, and no parameter depends on a grid."""
-    tables = any(isinstance(module, FactorizedBias | PairwiseBias) for module in model.modules())
+    mixers = token_mixers(model)
+    tables = any('num_tokens' in mixer.parameters_of_init() for mixer in mixers)
     positions = tables or getattr(model, 'pos_embed', None) is not None
-    return bool(aft_mixers(model)) and not positions and not has_fixed_input_size(model)
+    return bool(mixers) and not positions and not has_fixed_input_size(model)
 
 
 def record_size(model: nn.Module, size: Sequence[int]) -> None:

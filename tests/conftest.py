@@ -40,6 +40,12 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(gc.unfreeze)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker('gpu') and not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
+
+
 @pytest.fixture(autouse=True, scope='session')
 def first_ways() -> Iterator[None]:
     """Let fused models compute in the same way on every machine."""

@@ -397,16 +397,7 @@ def save_model(path: Path, name: str, model: torch.nn.Module, kwargs: dict[str, 
 def losses(run_dir: Path) -> list[dict[str, str]]:
     """The rows of the log, without what depends on the clock and the machine."""
     with (run_dir / 'summary.csv').open() as file:
-        kept = (
-            'epoch',
-            'train_loss',
-            'train_lr',
-            'eval_loss',
-            'eval_top1',
-            'eval_ema_top1',
-            'eval_bits',
-            'eval_ema_bits',
-        )
+        kept = 'epoch train_loss train_lr eval_loss eval_top1 eval_ema_top1 eval_bits eval_ema_bits'.split()
         return [{name: row[name] for name in kept if name in row} for row in csv.DictReader(file)]
 
 

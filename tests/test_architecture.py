@@ -41,7 +41,7 @@ TRITON_MODULES = tuple(
         *('axial.triton', 'axial.kernels'),
         *('causal.local_triton', 'causal.local_kernels', 'causal.local_repair_kernels'),
         *('causal.local_backward_kernels', 'causal.simple_triton', 'causal.simple_kernels'),
-        *('common.kernels', 'common.trial_kernel', 'common.tuner', 'common.verify', 'common.targets'),
+        *('common.kernels', 'common.trial_kernel', 'common.tuner'),
     )
 )
 ABOVE_MODELS = Rule((*AFT_FOLDERS, 'timm', 'einops'), lazily=('matplotlib',))

@@ -1,20 +1,16 @@
 """Modules of others: --import, run.imports and entry points."""
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from helpers import link_photographs, save_model
+from helpers import save_model
 
 from aft_vision import plugins
 from aft_vision.__main__ import main as run_script
-from aft_vision.commandline import run_command
-from aft_vision.layers.mixers import MIXERS
+from aft_vision.layers.base import MIXERS
 from aft_vision.models.checkpoint import load_model
-from tools.export import main as export
 from tools.predict import main as predict
 from train.config import load_config
 from train.imagenet import main as train
@@ -58,30 +54,6 @@ def own(tmp_path, monkeypatch) -> Path:
     yield tmp_path / 'own'
     forget()
     plugins.import_entry_points.cache_clear()
-
-
-def test_a_mixer_in_a_file_is_trained_resumed_predicted_with_and_exported_by_the_commands(own, capsys):
-    data = link_photographs(own / 'photographs', 4, 1, classes=2)
-    start = ['--quiet', '--import', 'own/scaled_mixer.py', '--config', 'smoke/one_epoch']
-    train([*start, MODEL, f'data.dir={data}', 'data.batch_size=4', 'run.dir=run'])
-    assert yaml.safe_load(Path('run/config.yaml').read_text())['run']['imports'] == ['own/scaled_mixer.py']
-    forget()
-    # The run remembers its module.
-    state = train(['--quiet', '--config', 'run/config.yaml', 'run.resume=auto', 'schedule.epochs=2'])
-    assert len(state.progress.history) == 2
-    photograph = str(next((own / 'photographs').rglob('*.jpg')))
-    forget()
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        run_command(predict, [photograph, '--checkpoint', 'run'])
-    assert re.search(rf"^error: run/best.pth: .*got 'scaled'; {REMEDY}\n", capsys.readouterr().err)
-    (row,) = predict([photograph, '--checkpoint', 'run', '--import', 'own/scaled_mixer.py'])
-    forget()
-    words = ['--format', 'pt2', '--aten', '--fixed-size', '--out', 'model.pt2']
-    export(['--import', 'own/scaled_mixer.py', '--checkpoint', 'run/export', *words])
-    images = torch.randn(2, 3, *load_model('run').pretrained_cfg['input_size'][1:])
-    torch.testing.assert_close(torch.export.load('model.pt2').module()(images), load_model('run')(images))
-    assert len(row['classes']) == 2
 
 
 def test_the_keys_of_an_imported_mixer_are_those_of_a_config(own):
@@ -157,7 +129,7 @@ def test_a_declared_module_that_cannot_be_imported_is_an_error_with_its_package(
 def test_a_script_of_timm_runs_with_what_is_imported(own, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', [*sys.argv])
     Path('script.py').write_text(
-        "import sys\nfrom aft_vision.layers.mixers import MIXERS\nprint('scaled' in MIXERS, sys.argv)"
+        "import sys\nfrom aft_vision.layers.base import MIXERS\nprint('scaled' in MIXERS, sys.argv)"
     )
     run_script(['--import', 'own/scaled_mixer.py', 'script.py', '--import', 'x'])
     assert capsys.readouterr().out == "True ['script.py', '--import', 'x']\n"

@@ -79,7 +79,6 @@ def test_nothing_to_time_is_rejected(calls, rounds, warmup):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_calls_on_a_cuda_device_are_waited_for():
     device = torch.device('cuda')
     x = torch.ones(512, 512, device=device)

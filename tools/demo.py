@@ -44,7 +44,6 @@ from PIL import Image
 
 from aft_vision.commandline import run_command
 from aft_vision.data import Decoding
-from aft_vision.layers import aft_mixers
 from aft_vision.models.checkpoint import load_model
 from aft_vision.sizes import default_size, resize_model
 from aft_vision.timing import time_rounds
@@ -57,7 +56,9 @@ from aft_vision.visualize import (
     draw_key_maps,
     evenly_spaced,
     find_readable,
+    has_keys,
     has_token_grid,
+    keyed_layers,
     load_photograph,
     predictions,
 )
@@ -141,12 +142,13 @@ def answer(
     grid = model.patch_embed.dynamic_feat_size((side, side))
     token = tuple(min(int(share * length), length - 1) for share, length in zip(query, grid, strict=True))
     keys = None
-    if aft_mixers(model):
+    if has_keys(model):
         # A hybrid has blocks of attention too, whose keys are not drawn.
         _, layers = capture_mixers(model, photograph.images)
         chosen = [layers[index].layer for index in evenly_spaced(len(layers), MAX_LAYERS)]
         keys = draw(draw_key_maps(photograph, layers, max_heads=MAX_HEADS, chosen_layers=chosen))
-    chosen = evenly_spaced(len(model.blocks), MAX_LAYERS)
+    drawn = [*keyed_layers(model, attention=True).values()]
+    chosen = [drawn[index] for index in evenly_spaced(len(drawn), MAX_LAYERS)]
     attention = draw(draw_attention(photograph, model, token, max_heads=MAX_HEADS, chosen_layers=chosen))
     return Answer(dict(predictions(model, logits)), 1000 * min(seconds), attention, keys)
 
@@ -176,8 +178,7 @@ def add_outputs(name: str, model: Any) -> list[Any]:
     gradio.Markdown(f'## {name}\n{sum(x.numel() for x in model.parameters()):,} parameters')
     classes, time = gradio.Label(label='Classes', num_top_classes=3), gradio.Markdown()
     attention = gradio.Image(show_label=False, interactive=False)
-    # Only AFT mixers have keys that can be drawn.
-    keys = gradio.Image(show_label=False, interactive=False, visible=bool(aft_mixers(model)))
+    keys = gradio.Image(show_label=False, interactive=False, visible=has_keys(model))
     return [classes, time, attention, keys]
 
 

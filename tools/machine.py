@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import subprocess
 import time
 from pathlib import Path
 
@@ -106,14 +105,6 @@ def describe_backends(device: torch.device | str) -> str:
     except importlib.metadata.PackageNotFoundError:
         triton = 'no Triton'
     return f'{libraries}; {triton}; backends of aft_vision: {", ".join(operator.BACKENDS)}'
-
-
-def read_commit() -> str:
-    """Return the commit that is checked out in the current folder, or 'unknown' without git or its folder."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        command = ['git', 'rev-parse', '--short', 'HEAD']
-        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
-    return 'unknown'
 
 
 def _cpu_flags() -> set[str]:

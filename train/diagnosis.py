@@ -1,7 +1,6 @@
 """Diagnosis of a loss that is not finite."""
 
 import copy
-import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from aft_vision.data import Draw
 from aft_vision.files import write_json
-from aft_vision.layers import AFTMixer
+from aft_vision.layers import TokenMixer
 from train.objective import Batch
 from train.state import TrainState
 
@@ -87,17 +86,16 @@ def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[s
         if not layers and isinstance(output, torch.Tensor) and not output.isfinite().all():
             layers.append(name)
 
-    def note_keys(name: str, mixer: AFTMixer, output: torch.Tensor) -> None:
-        low, high = _range(output.split(mixer.split_sizes, dim=-1)[-2])
+    def note_keys(name: str, mixer: TokenMixer, x: torch.Tensor) -> None:
+        low, high = _range(mixer.project_qkv(x)[1])
         before = keys.get(name, [low, high])
         keys[name] = [min(before[0], low), max(before[1], high)]
 
     hooks = []
     for name, module in state.model.named_modules():
         hooks.append(module.register_forward_hook(lambda m, args, y, name=name: note(name, y)))
-        if isinstance(module, AFTMixer):
-            keys_of = functools.partial(note_keys, name, module)
-            hooks.append(module.qkv.register_forward_hook(lambda m, args, y, keys_of=keys_of: keys_of(y)))
+        if isinstance(module, TokenMixer) and module.key_dim:
+            hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: note_keys(name, m, args[0])))
     try:
         for index, batch in enumerate(micro_batches):
             x, _ = state.prepare_micro_batch(index, batch)
@@ -114,7 +112,7 @@ def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[s
 def _biases(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, AFTMixer):
+        if isinstance(module, TokenMixer):
             learned = module.learned_bias()
             bias = module.evaluated_bias() if learned is None else learned
             if bias is not None:

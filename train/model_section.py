@@ -19,7 +19,7 @@ from torch import nn
 from aft_vision.commandline import print_once
 from aft_vision.data.ranges import Range, check_range
 from aft_vision.errors import IMPORT_HINT
-from aft_vision.layers.mixers import CAUSAL_MIXERS, MIXERS, AFTMixer, mixer_arguments
+from aft_vision.layers.base import CAUSAL_MIXERS, MIXERS, TokenMixer, mixer_arguments
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.decoder import AFTDecoder
 from aft_vision.models.decoders import DECODERS, create_decoder
@@ -106,7 +106,7 @@ def check_decoder(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_arguments(
-    kwargs: Mapping[str, Any], schema: type, mixers: Mapping[str, type[AFTMixer]] = MIXERS
+    kwargs: Mapping[str, Any], schema: type, mixers: Mapping[str, type[TokenMixer]] = MIXERS
 ) -> dict[str, Any]:
     """Return the keyword arguments of a model in the types of a dataclass's fields.
 
@@ -307,7 +307,7 @@ def decoder_schema() -> type:
 
 
 @cache
-def _schema(classes: tuple[type, ...], mixers: tuple[type[AFTMixer], ...], more: tuple[tuple[str, Any], ...]) -> type:
+def _schema(classes: tuple[type, ...], mixers: tuple[type[TokenMixer], ...], more: tuple[tuple[str, Any], ...]) -> type:
     """Return arguments of models, of mixers, and more, as a dataclass; types unknown to OmegaConf become Any."""
     arguments = {**mixer_arguments(mixers), **dict(more)}
     of_mixers = {name: text for name, text in meanings_of(*mixers).items() if name in arguments}

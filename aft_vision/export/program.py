@@ -16,7 +16,7 @@ from torch import nn
 from aft_vision.data.class_names import class_names
 from aft_vision.export.verify import Check, InputShape, Size, channels, grid_steps, onnx_runner, smallest_size, verify
 from aft_vision.files import replacing
-from aft_vision.layers import AFTMixer, aft_mixers
+from aft_vision.layers import TokenMixer, token_mixers
 from aft_vision.layers.frozen import LOWERINGS, FlatLinear
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, default_size, resize_model, takes_any_size
@@ -58,7 +58,7 @@ def choose_shape(
         raise ValueError(f'expected a batch of at least 1 image, got {batch}')
     if lowering not in LOWERINGS:
         raise ValueError(f'lowering must be one of {", ".join(LOWERINGS)}, got {lowering!r}')
-    if lowering == 'matmul' and not any(lowering in mixer.lowerings for mixer in aft_mixers(model)):
+    if lowering == 'matmul' and not any(lowering in mixer.lowerings for mixer in token_mixers(model)):
         raise ValueError(f"expected an AFT-conv for lowering='matmul', got a {type(model).__name__} without one")
     if lowering == 'matmul' and not fixed_size:
         raise ValueError("lowering='matmul' has matrices of one size: expected a fixed size, got a dynamic one")
@@ -70,7 +70,7 @@ def matrix_bytes(model: nn.Module, size: Size) -> int:
     """Return the bytes of the constant matrices of lowering='matmul', h T T floats per layer."""
     patch: Any = model.patch_embed
     tokens = (size[0] // patch.patch_size[0]) * (size[1] // patch.patch_size[1])
-    heads = sum(mixer.split_sizes[-2] for mixer in aft_mixers(model) if 'matmul' in mixer.lowerings)
+    heads = sum(mixer.key_dim for mixer in token_mixers(model) if 'matmul' in mixer.lowerings)
     return 4 * heads * tokens**2
 
 
@@ -91,7 +91,7 @@ def fold(model: nn.Module, shape: InputShape, lowering: str = 'conv', aten: bool
         grid = model.patch_embed.dynamic_feat_size(shape.size)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, AFTMixer):
+            if isinstance(child, TokenMixer):
                 setattr(parent, name, child.freeze(grid, lowering))
             elif isinstance(parent, Mlp) and isinstance(child, nn.Linear):
                 setattr(parent, name, FlatLinear(child))

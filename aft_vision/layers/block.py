@@ -17,8 +17,8 @@ from timm.layers import (
 )
 from torch import Tensor, nn
 
+from aft_vision.layers.base import TokenMixer, build_mixer, find_mixer
 from aft_vision.layers.fused import fuse_linear, fuse_mlp
-from aft_vision.layers.mixers import AFTMixer, build_mixer, find_mixer
 
 
 @torch.fx.wrap
@@ -101,7 +101,7 @@ class AFTBlock(nn.Module):
     def __init__(
         self,
         dim: int,
-        mixer: str | type[AFTMixer] = 'conv',
+        mixer: str | type[TokenMixer] = 'conv',
         mlp_ratio: float = 4.0,
         proj_bias: bool = True,
         proj_drop: float = 0.0,

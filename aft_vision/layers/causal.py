@@ -16,23 +16,15 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from aft_vision import ops
+from aft_vision.layers.base import CAUSAL_MIXERS, find_mixer, register_mixer
 from aft_vision.layers.block import AFTBlock
 from aft_vision.layers.fused import FusedLinear, InplaceGELU
-from aft_vision.layers.mixers import (
-    CAUSAL_MIXERS,
-    AFTFull,
-    AFTLocal,
-    AFTMixer,
-    AFTSimple,
-    find_mixer,
-    register_mixer,
-    resolve_num_heads,
-)
+from aft_vision.layers.mixers import AFTFull, AFTLocal, AFTMixer, AFTSimple, resolve_num_heads
 from aft_vision.layers.position_bias import FactorizedBias
 
 
 class CausalMixer(AFTMixer):
-    """A mixer of sequences. For decoding it defines `init_state`, `mix_step` and, to be faster, `prefill`."""
+    """A causal AFT mixer. For decoding it defines `init_state`, `mix_step` and, to be faster, `prefill`."""
 
     causal = True
 
@@ -211,7 +203,7 @@ class CausalBlock(AFTBlock):
         TypeError: the mixer has no such argument.
     """
 
-    # AFTBlock declares an AFTMixer, which cannot decode.
+    # AFTBlock declares a TokenMixer, which need not decode.
     attn: Any
 
     def __init__(self, dim: int, mixer: str, **kwargs: Any) -> None:

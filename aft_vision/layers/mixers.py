@@ -1,16 +1,11 @@
 """The AFT token mixers: projections around one operation of `aft_vision.ops`.
 
-All are called as `mixer(x, grid, mask)`: x (B, T, C), grid (H, W) in tokens or None, mask (B, T) bool, True where a
-token counts. In `timm.layers.is_exportable()` mode they request `backend='aten'`, because exporters do not support
+In `timm.layers.is_exportable()` mode they request `backend='aten'`, because exporters do not support
 custom operators; the causal mixers have no aten form.
 """
 
-import copy
-import functools
-import inspect
-import typing
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Final, TypeVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +13,11 @@ from timm.layers import is_exportable, register_notrace_function, to_2tuple, tru
 from torch import Tensor, nn
 
 from aft_vision import ops
-from aft_vision.errors import IMPORT_HINT
+from aft_vision.layers.base import TokenMixer, register_mixer
 from aft_vision.layers.frozen import LOWERINGS, FrozenAxial, FrozenConv, FrozenFull, FrozenMatmul, tokens_to_maps
-from aft_vision.layers.fused import fuse_linear
 from aft_vision.layers.position_bias import (
     AxisBias,
     FactorizedBias,
-    FusedModule,
     PairwiseBias,
     StandardizedKernel,
     check_kernel_size,
@@ -36,19 +29,8 @@ from aft_vision.ops.causal.bias import BandBias
 torch.fx.wrap('tokens_to_maps')
 
 
-class AFTMixer(nn.Module):
-    """A token mixer: one projection to queries, keys and values, and one after the operation.
-
-    A class declares all that models, training, pictures and exports ask of its mixers; `register_mixer` makes its
-    name one that models take.
-
-    Attributes:
-        name: `mixer=NAME` of the models.
-        on_grid: mixes a grid of any size, without class token and position embedding, and may have several heads.
-        bias_names: its parameters that are position biases, as patterns: they have no weight decay.
-        lowerings: those of `freeze` among which an export chooses.
-        causal: masks the future: a mixer of sequences, not of images.
-        given: arguments that models, or the class itself, give its constructors: a user does not choose them.
+class AFTMixer(TokenMixer):
+    """An AFT mixer: one projection to queries, keys and values, and one after the operation.
 
     Args:
         dim: channels C of the input and output, and D of the operation.
@@ -60,12 +42,6 @@ class AFTMixer(nn.Module):
         proj_drop: dropout rate after the output projection.
     """
 
-    name: ClassVar[str]
-    on_grid: ClassVar[bool] = False
-    bias_names: ClassVar[tuple[str, ...]] = ()
-    lowerings: ClassVar[tuple[str, ...]] = ()
-    causal: ClassVar[bool] = False
-    given: ClassVar[tuple[str, ...]] = ('num_tokens', 'grid')
     # TorchScript reads Final annotations only from the last subclass, but these from every class.
     __constants__: ClassVar[list[str]] = ['causal', 'exportable', 'query_gate']
 
@@ -82,7 +58,7 @@ class AFTMixer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.query_gate = query_gate
+        self.query_gate, self.key_dim = query_gate, key_dim
         self.exportable = is_exportable()
         self.split_sizes = [dim, key_dim, dim] if query_gate else [key_dim, dim]
         self.qkv = nn.Linear(dim, sum(self.split_sizes), bias=qkv_bias, device=device, dtype=dtype)
@@ -98,107 +74,7 @@ class AFTMixer(nn.Module):
                     nn.init.zeros_(projection.bias)
         self.init_weights()
 
-    def init_weights(self) -> None:
-        """Initialise the position bias; the model initialises the projections."""
-
-    @torch.jit.ignore
-    def fuse(self) -> 'AFTMixer':
-        """Precompute for inference what depends only on the position-bias parameters, and fuse the projections.
-
-        Returns:
-            The mixer itself, as `timm.utils.reparameterize_model` expects.
-        """
-        for module in self.children():
-            if isinstance(module, FusedModule):
-                module.fuse()
-        fuse_linear(self)
-        return self
-
-    @classmethod
-    @functools.cache
-    def parameters_of_init(cls) -> dict[str, Any]:
-        """Return the arguments of the class and its bases, in the order of the bases, with their types."""
-        found: dict[str, Any] = {}
-        for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
-            init: Any = vars(base).get('__init__')
-            if init is not None:
-                hints, own = typing.get_type_hints(init), inspect.signature(init).parameters
-                named = [
-                    name
-                    for name, x in own.items()
-                    if name != 'self' and x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)
-                ]
-                found |= {name: hints.get(name, Any) for name in named}
-        return found
-
-    @classmethod
-    def arguments(cls) -> dict[str, Any]:
-        """Return the arguments that a user of a model chooses and that not every mixer has, with their types."""
-        given = {*AFTMixer.parameters_of_init(), *cls.given}
-        return {name: hint for name, hint in cls.parameters_of_init().items() if name not in given}
-
-    @classmethod
-    def depends_on_positions(cls) -> bool:
-        """Return whether a token's place matters, and with it the grid; otherwise tokens may be left out."""
-        return cls.on_grid or bool(cls.bias_names)
-
-    @torch.jit.ignore
-    def set_grid(self, grid: tuple[int, int]) -> None:
-        """Resample the position bias permanently to another grid (H, W), if it has one of a fixed grid."""
-
-    def resample(self, name: str, value: Tensor, rows: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return a parameter of a checkpoint of another grid for this one.
-
-        Args:
-            name: of the parameter in the mixer.
-            rows: resamples a tensor (T, n) with one row per token.
-        """
-        return value
-
-    def learned_bias(self) -> Tensor | None:
-        """Return the position biases w (h, ...) as training shapes them, differentiable; None if there are none."""
-        return None
-
-    def evaluated_bias(self) -> Tensor | None:
-        """Return the position biases w (h, ...) of evaluation, at the mixer's own grid; None if there are none."""
-        return self.learned_bias()
-
-    def dense_bias(self, grid: tuple[int, int] | None, targets: Tensor, tokens: int) -> Tensor:
-        """Return rows of the position bias as the whole (T, T) matrix of AFT Eq. 2.
-
-        Args:
-            grid: (H, W) of the tokens after the prefix; None for a sequence.
-            targets: (Q,), including prefix tokens.
-            tokens: number of sources S.
-
-        Returns:
-            (h, Q, S), or (1, Q, S) if all channels share a bias; minus infinity if a source has no weight.
-        """
-        return self.qkv.weight.new_zeros(1, len(targets), tokens)
-
-    @torch.no_grad()
-    def freeze(self, grid: tuple[int, int] | None, lowering: str = 'conv') -> nn.Module:
-        """Build an exportable copy of the mixer for evaluation, with constant position weights.
-
-        The mixer is copied: it does not change, and shares no parameter with the result.
-
-        Args:
-            grid: (H, W) in tokens, for a lowering that depends on it; None means the mixer's own grid, if it has one.
-            lowering: of AFT-conv to torch operations, 'conv' for any grid or 'matmul' for this grid.
-
-        Raises:
-            ValueError: the lowering is unknown, the mixer is causal, or 'matmul' has no grid.
-        """
-        if lowering not in LOWERINGS:
-            raise ValueError(f'lowering must be one of {", ".join(LOWERINGS)}, got {lowering!r}')
-        if self.causal:
-            raise ValueError(
-                f'expected a mixer over an image, got a causal {type(self).__name__}, which has no aten form'
-            )
-        return copy.deepcopy(self)._freeze(grid, lowering)
-
     def _freeze(self, grid: tuple[int, int] | None, lowering: str) -> nn.Module:
-        # Of a copy. One without position weights needs no other class.
         self.exportable = True
         return self
 
@@ -207,7 +83,6 @@ class AFTMixer(nn.Module):
         return 'aten' if self.exportable and not torch.jit.is_scripting() else 'auto'
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return q (B, T, C), or None without a query gate, k (B, T, h or C) and v (B, T, C) of tokens (B, T, dim)."""
         return self._split(self.qkv(x))
 
     def _split(self, projected: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -215,30 +90,6 @@ class AFTMixer(nn.Module):
         if self.query_gate:
             return parts[0], parts[1], parts[2]
         return None, parts[0], parts[1]
-
-
-# Mixers of images, and of sequences, by their names.
-MIXERS: dict[str, type[AFTMixer]] = {}
-CAUSAL_MIXERS: dict[str, type[AFTMixer]] = {}
-Kind = TypeVar('Kind', bound=type[AFTMixer])
-
-
-def register_mixer(kind: Kind) -> Kind:
-    """Register a class of mixers, so that models take `mixer=NAME` and the arguments of its constructor.
-
-    Raises:
-        ValueError: another class has its name, or it has position biases that pictures and reports cannot read.
-    """
-    shown = [name for name in ('learned_bias', 'evaluated_bias') if getattr(kind, name) is not getattr(AFTMixer, name)]
-    if kind.bias_names and (not shown or kind.dense_bias is AFTMixer.dense_bias):
-        raise ValueError(
-            f'{kind.__name__} has position biases, {", ".join(kind.bias_names)}: it must define learned_bias() and '
-            'dense_bias(), which pictures and reports read'
-        )
-    known = (CAUSAL_MIXERS if kind.causal else MIXERS).setdefault(kind.name, kind)
-    if known is not kind:
-        raise ValueError(f'the mixer {kind.name!r} is registered: {known.__name__}; choose another name')
-    return kind
 
 
 class GridMixer(AFTMixer):
@@ -715,102 +566,3 @@ def kernel_rows(kernel: Tensor, grid: tuple[int, int], targets: Tensor, outside:
     inside = (dy >= 0) & (dy < rows) & (dx >= 0) & (dx < columns)
     taps = kernel[:, dy.clamp(0, rows - 1), dx.clamp(0, columns - 1)]
     return torch.where(inside, taps, taps.new_tensor(outside))
-
-
-Mixer = TypeVar('Mixer', bound=AFTMixer)
-
-
-def find_mixer(name: str, mixers: Mapping[str, type[AFTMixer]] = MIXERS) -> type[AFTMixer]:
-    """Return the class of a registered mixer.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if name not in mixers:
-        raise ValueError(f'mixer must be one of {", ".join(mixers)}, got {name!r}; {IMPORT_HINT}')
-    return mixers[name]
-
-
-def mixer_arguments(kinds: Iterable[type[AFTMixer]]) -> dict[str, Any]:
-    """Return the arguments that some classes of mixers have, with their types; None leaves one out."""
-    found: dict[str, Any] = {}
-    for kind in kinds:
-        for name, hint in kind.arguments().items():
-            found[name] = found.get(name) | hint
-    return found
-
-
-def split_arguments(
-    name: str,
-    flat: Mapping[str, Any],
-    mixer_args: Mapping[str, Any] | None,
-    mixers: Mapping[str, type[AFTMixer]] = MIXERS,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the arguments of a model into those of its mixer, without those that are None, and all others.
-
-    Args:
-        name: of the mixer.
-        flat: arguments of the model.
-        mixer_args: further ones of the mixer, which replace those.
-        mixers: those of images, or of sequences.
-
-    Raises:
-        TypeError: the mixer has no such argument, or mixer_args is not a mapping.
-    """
-    if mixer_args is not None and not isinstance(mixer_args, Mapping):
-        raise TypeError(f'mixer_args must be a mapping of arguments to values, got {mixer_args!r}')
-    taken, known = find_mixer(name, mixers).arguments(), mixer_arguments(mixers.values())
-    own = {**{each: value for each, value in flat.items() if each in known}, **(mixer_args or {})}
-    chosen = {each: value for each, value in own.items() if value is not None}
-    strange = sorted(chosen.keys() - taken.keys())
-    if strange:
-        raise TypeError(f'mixer={name!r} has no {", ".join(strange)}; it takes {", ".join(taken) or "none"}')
-    return chosen, {each: value for each, value in flat.items() if each not in known}
-
-
-def flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model with those of `mixer_args` among them."""
-    flat = {name: value for name, value in arguments.items() if name != 'mixer_args'}
-    return {**flat, **(arguments.get('mixer_args') or {})}
-
-
-def create_mixer(name: str, dim: int, **kwargs: Any) -> AFTMixer:
-    """Build a mixer by name.
-
-    Args:
-        name: 'full', 'local', 'simple', 'conv', 'onehot', 'axial', or that of a registered class.
-        dim: channels C.
-        kwargs: of the mixer.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: the mixer has no such argument.
-    """
-    return build_mixer(find_mixer(name), dim, **kwargs)
-
-
-def build_mixer(kind: type[AFTMixer], dim: int, **kwargs: Any) -> AFTMixer:
-    """Build a mixer of a class.
-
-    Raises:
-        TypeError: the mixer has no such argument, or needs another.
-    """
-    needed = [
-        name
-        for name, x in inspect.signature(kind).parameters.items()
-        if x.default is x.empty and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != 'dim'
-    ]
-    missing = [name for name in needed if name not in kwargs]
-    if missing:
-        raise TypeError(f'mixer={getattr(kind, "name", kind.__name__)!r} needs {", ".join(missing)}')
-    return kind(dim, **kwargs)
-
-
-def mixers_of(model: nn.Module, kind: type[Mixer]) -> list[Mixer]:
-    """Return the mixers of a class in a model, in the order of its layers."""
-    return [module for module in model.modules() if isinstance(module, kind)]
-
-
-def aft_mixers(model: nn.Module) -> list[AFTMixer]:
-    """Return the AFT mixers of a model in the order of its layers."""
-    return mixers_of(model, AFTMixer)

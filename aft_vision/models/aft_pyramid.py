@@ -32,9 +32,9 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import init_weights_vit_timm
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTBlock, aft_mixers, fix_trained_size
+from aft_vision.layers import AFTBlock, fix_trained_size
+from aft_vision.layers.base import find_mixer, split_arguments, undecayed
 from aft_vision.layers.fused import FusedConvolutions, FusibleConvNormAct
-from aft_vision.layers.mixers import find_mixer, split_arguments
 from aft_vision.models.aft_vit import pool_tokens
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.weight_files import PACKAGED, forget_classes, packaged_cfg
@@ -238,8 +238,8 @@ class AFTPyramid(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Return the position biases, which timm exempts as relative-position tables."""
-        return {f'stages.*.blocks.*.attn.{name}' for mixer in aft_mixers(self) for name in mixer.bias_names}
+        """Return what the mixers name: AFT's position biases, which timm exempts as relative-position tables."""
+        return undecayed(self, 'stages.*.blocks.*')
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTBlock, AFTPatchEmbed, aft_mixers, fix_trained_size
-from aft_vision.layers.mixers import AFTMixer, find_mixer, split_arguments
+from aft_vision.layers import AFTBlock, AFTPatchEmbed, fix_trained_size, token_mixers
+from aft_vision.layers.base import TokenMixer, find_mixer, split_arguments, undecayed
 from aft_vision.models.attention_block import AttentionBlock, attention_heads, check_attention_blocks
 from aft_vision.models.deit_transfer import deit_to_aft, is_deit_like
 from aft_vision.models.naflex import compute_on_patches, read_patches
@@ -121,9 +121,11 @@ class AFTVisionTransformer(VisionTransformer):
         heads = {'num_heads': num_heads} if 'num_heads' in kind.arguments() else {}
         chosen, kwargs = split_arguments(mixer, {**kwargs, **heads}, mixer_args)
         block_args: dict[str, Any] = {'mixer': mixer, 'query_gate': query_gate, **chosen}
-        has_tokens = 'num_tokens' in kind.parameters_of_init()
+        taken = kind.parameters_of_init()
+        has_tokens = 'num_tokens' in taken
         if has_tokens:
-            block_args |= _token_arguments(img_size, patch_size, int(class_token) + kwargs.get('reg_tokens', 0))
+            tokens = _token_arguments(img_size, patch_size, int(class_token) + kwargs.get('reg_tokens', 0))
+            block_args |= {name: value for name, value in tokens.items() if name in taken}
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -147,9 +149,8 @@ class AFTVisionTransformer(VisionTransformer):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Return timm's position parameters and the position biases, which timm exempts as relative-position tables."""
-        biases = {f'blocks.*.attn.{name}' for mixer in aft_mixers(self) for name in mixer.bias_names}
-        return super().no_weight_decay() | biases
+        """Return timm's position parameters, and what the mixers name: AFT's position biases."""
+        return super().no_weight_decay() | undecayed(self)
 
     def set_input_size(
         self,
@@ -169,7 +170,7 @@ class AFTVisionTransformer(VisionTransformer):
         super().set_input_size(None if img_size is None else to_2tuple(img_size), patch_size)  # type: ignore[arg-type]
         if self.patch_embed.grid_size == old_grid:
             return
-        for mixer in aft_mixers(self):
+        for mixer in token_mixers(self):
             mixer.set_grid(self.patch_embed.grid_size)
 
     @torch.jit.ignore
@@ -429,7 +430,7 @@ class _BlockFactory:
 
 
 def _check_arguments(
-    kind: type[AFTMixer], num_heads: int | None, class_token: bool, dynamic_img_size: bool, kwargs: dict[str, Any]
+    kind: type[TokenMixer], num_heads: int | None, class_token: bool, dynamic_img_size: bool, kwargs: dict[str, Any]
 ) -> None:
     for name in ('block_fn', 'attn_layer'):
         if name in kwargs:
@@ -438,9 +439,7 @@ def _check_arguments(
     if kind.on_grid and (class_token or kwargs.get('reg_tokens', 0)):
         raise ValueError(f'mixer={mixer!r} works on a grid and does not support class_token and reg_tokens')
     if 'num_heads' not in kind.arguments() and num_heads not in (None, 1):
-        raise ValueError(
-            f'mixer={mixer!r} has one position bias for all channels: num_heads must be 1, got {num_heads}'
-        )
+        raise ValueError(f'mixer={mixer!r} has no heads: num_heads must be 1, got {num_heads}')
     if not kind.on_grid and kwargs.get('dynamic_img_pad') and not dynamic_img_size:
         raise ValueError(
             'dynamic_img_pad=True needs dynamic_img_size=True, because the position embedding has a fixed size'
@@ -479,7 +478,7 @@ def checkpoint_filter_fn(
     def resample(rows: Tensor, prefix: int) -> Tensor:
         return resample_rows(rows, model, patches, prefix, grid)
 
-    own_mixers = aft_mixers(model)
+    own_mixers = token_mixers(model)
     mixers: dict[str, Any] = {name: module for name, module in model.named_modules() if module in own_mixers}
     result = {}
     for name, value in state_dict.items():

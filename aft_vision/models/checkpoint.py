@@ -12,7 +12,7 @@ from timm.models import PretrainedCfg
 from torch import nn
 
 from aft_vision.files import find_checkpoint
-from aft_vision.layers import aft_mixers
+from aft_vision.layers import token_mixers
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.decoders import DECODERS
 from aft_vision.models.deit_transfer import deit_to_aft
@@ -172,7 +172,7 @@ def initialize_model(
                 f'expected a checkpoint with {head.shape[0]} classes, as the data set has, got {source} with '
                 f'{state_dict[key].shape[0]}; run.reset_head=true starts with a new classifier'
             )
-    is_aft = bool(aft_mixers(model))
+    is_aft = bool(token_mixers(model))
     filter_function = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
     try:
         if is_aft and transfer and not weights.of_aft:
@@ -211,5 +211,5 @@ def read_weights(checkpoint: str | Path) -> Weights:
     with torch.random.fork_rng(devices=[]):
         model: Any = load_model(checkpoint)
     grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
-    of_aft = bool(aft_mixers(model))
+    of_aft = bool(token_mixers(model))
     return Weights(str(checkpoint), model.state_dict(), model.num_classes, model.pretrained_cfg, of_aft, grid)

@@ -11,8 +11,8 @@ from timm.layers import LayerNorm
 from timm.models import checkpoint
 from torch import Tensor, nn
 
+from aft_vision.layers.base import CAUSAL_MIXERS, TokenMixer, split_arguments, undecayed
 from aft_vision.layers.causal import CausalBlock
-from aft_vision.layers.mixers import CAUSAL_MIXERS, split_arguments
 from aft_vision.models.session import DecoderState, Session, can_check_values, check_given
 from aft_vision.modes import in_evaluation
 
@@ -102,17 +102,34 @@ class AFTDecoder(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise all parameters as GPT-2 does: standard deviation 0.02, less for outputs to the residual stream."""
+        """Initialise all parameters as GPT-2 does: standard deviation 0.02, less for outputs to the residual stream.
+
+        What a mixer initialises by its own `init_weights` comes last, and stays.
+        """
+        of_mixers: set[nn.Module] = set()
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                adds = name.endswith(('attn.proj', 'mlp.fc2'))
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * len(self.blocks)) if adds else 0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+            if isinstance(module, TokenMixer):
+                module.reset_parameters()
+                self._draw_linear_layers(name, module)
+                module.init_weights()
+                of_mixers.update(module.modules())
+            elif module in of_mixers:
+                pass
+            elif isinstance(module, nn.Linear):
+                self._draw_linear_layers(name, module)
             elif hasattr(module, 'reset_parameters'):
                 module.reset_parameters()
         for parameter in (self.token_embed.weight, self.start_embed, self.pos_embed):
             nn.init.normal_(parameter, std=0.02)
+
+    def _draw_linear_layers(self, prefix: str, module: nn.Module) -> None:
+        # Of a module, or the module itself.
+        for name, layer in module.named_modules(prefix=prefix):
+            if isinstance(layer, nn.Linear):
+                adds = name.endswith(('attn.proj', 'mlp.fc2'))
+                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * len(self.blocks)) if adds else 0.02)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
 
     @property
     def device(self) -> torch.device:
@@ -120,10 +137,10 @@ class AFTDecoder(nn.Module):
         return self.pos_embed.device
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of all parameters except the weights of linear layers; a tied head does not decay either."""
+        """Return all parameters but the weights of linear layers, and of these a tied head and what a mixer names."""
         linear = {id(module.weight) for module in self.modules() if isinstance(module, nn.Linear)}
         linear.discard(id(self.token_embed.weight))
-        return {name for name, parameter in self.named_parameters() if id(parameter) not in linear}
+        return {name for name, parameter in self.named_parameters() if id(parameter) not in linear} | undecayed(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return parameter groups by depth, as timm's models do."""

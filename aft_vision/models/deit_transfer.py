@@ -14,7 +14,7 @@ from timm.layers import Attention
 from timm.models import adapt_input_conv, clean_state_dict
 from torch import Tensor, nn
 
-from aft_vision.layers import aft_mixers
+from aft_vision.layers import token_mixers
 from aft_vision.models.state_dict import StateDictError, find_grid, resample_grid, resample_patches, unknown_grid
 from aft_vision.models.transfer_report import TransferOutcome, TransferReport, projection_sizes
 
@@ -86,7 +86,7 @@ def deit_to_aft(
         ValueError: the model is not an AFT model, or the grid is unknown; as StateDictError, the source is not a ViT or
             differs in width, depth or MLP.
     """
-    if not aft_mixers(model):
+    if not token_mixers(model):
         raise ValueError(f'expected a model with AFT mixers, got a {type(model).__name__}')
     if not hasattr(model, 'patch_embed'):
         raise ValueError(f'expected a model with the patches and blocks of a ViT, got a {type(model).__name__}')
@@ -164,6 +164,9 @@ class _Transfer:
     def place(self, name: str) -> list[TransferOutcome]:
         """Put one tensor into the result and return its outcome."""
         value = self.source[name]
+        block, within, _ = name.partition('.attn.')
+        if within and not projection_sizes(self.model.get_submodule(f'{block}.attn')):
+            return [self._left_out(name)]
         if match := QKV.fullmatch(name):
             return self._place_projections(value, *match.groups())
         if name in self.moved:

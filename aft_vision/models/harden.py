@@ -7,8 +7,8 @@ import torch
 from timm.utils import unwrap_model
 from torch import nn
 
-from aft_vision.layers import AFTConv, AFTMixer, AFTOnehot, aft_mixers
-from aft_vision.layers.mixers import flat_arguments
+from aft_vision.layers import AFTConv, AFTOnehot, TokenMixer, token_mixers
+from aft_vision.layers.base import flat_arguments
 from aft_vision.models.aft_vit import AFTVisionTransformer
 
 
@@ -79,7 +79,7 @@ def describe_offsets(model: nn.Module) -> list[dict[str, float]]:
     return rows
 
 
-def _mixers(model: nn.Module, wanted: str) -> list[AFTMixer]:
+def _mixers(model: nn.Module, wanted: str) -> list[TokenMixer]:
     if not isinstance(model, AFTVisionTransformer):
         raise ValueError(f'expected {wanted}, got {type(model).__name__}, which is no AFT model')
-    return aft_mixers(model)
+    return token_mixers(model)

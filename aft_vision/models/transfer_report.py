@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 from timm.layers import Attention
 from torch import nn
 
+from aft_vision.layers import AFTMixer
+
 PROJECTIONS = {'q': 'queries', 'k': 'keys', 'v': 'values'}
 PARTS = {
     r'patch_embed\.': 'patch embedding',
@@ -96,8 +98,8 @@ def _untouched(report: TransferReport, model: nn.Module) -> list[tuple[str, Tran
     found = []
     for key, tensor in model.state_dict().items():
         parent = key.rpartition('.')[0]
-        if parent.endswith('.qkv'):
-            rows = projection_sizes(model.get_submodule(parent.rpartition('.')[0]))
+        rows = projection_sizes(model.get_submodule(parent.rpartition('.')[0])) if parent.endswith('.qkv') else {}
+        if rows:
             width = tensor.numel() // tensor.shape[0]
             parts = {part: count * width for part, count in rows.items()}
         else:
@@ -109,9 +111,11 @@ def _untouched(report: TransferReport, model: nn.Module) -> list[tuple[str, Tran
 
 
 def projection_sizes(mixer: Any) -> dict[str, int]:
-    """Return the rows of queries, keys and values in the fused projection of a mixer, in their order."""
+    """Return the rows of queries, keys and values in a fused projection, in their order; {} without one."""
     if isinstance(mixer, Attention):
         return dict.fromkeys('qkv', mixer.attn_dim)
+    if not isinstance(mixer, AFTMixer):
+        return {}
     return dict(zip('qkv' if mixer.query_gate else 'kv', mixer.split_sizes, strict=True))
 
 

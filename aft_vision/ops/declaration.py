@@ -54,7 +54,6 @@ class Form:
         check: raises an error where it should run for such inputs, and something on this machine is broken.
         name: asks for this form alone, as a backend does; that of its backend unless another is given.
         takes_weights: its forward takes those of `BiasWeights` as a third argument, or None.
-        shapes: further sizes, for which it takes other branches.
         is_candidate: returns whether it can compute inputs that `supports` leaves to another form. It then runs if it
             is asked for by name, or is measured to be the fastest with a bias that does not change.
     """
@@ -66,7 +65,6 @@ class Form:
     check: Callable[[Any], None] = lambda inputs: None
     name: str = ''
     takes_weights: bool = False
-    shapes: tuple[Shape, ...] = ()
     is_candidate: Callable[[Any], bool] = lambda inputs: False
 
     def __post_init__(self) -> None:

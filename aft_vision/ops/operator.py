@@ -24,41 +24,20 @@ from aft_vision.ops.common import choice, cpp, launch
 from aft_vision.ops.common.inputs import empty_output
 from aft_vision.ops.common.ordinary import KINDS, is_ordinary, is_transformed
 from aft_vision.ops.constant_bias import check_weights, fastest_form
-from aft_vision.ops.declaration import OPERATIONS, Form, Operation, Shape, lazy_function
+from aft_vision.ops.declaration import OPERATIONS, Form, Operation, lazy_function
 from aft_vision.ops.tracing import grid_arguments, saves_for_backward
 
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
 
 
-def triton_form(operation: str, module: str, forward: str, backward: str, *shapes: Shape) -> Form:
-    """Return a form that runs where Triton does, and where it agrees with the last form, in torch operations.
-
-    Args:
-        operation: its name.
-        module, forward, backward: below `aft_vision.ops`, and its two functions, imported at the first call.
-        shapes: further sizes at which they are compared.
-    """
+def triton_form(module: str, forward: str, backward: str) -> Form:
+    """Return a form that runs where Triton does, by two functions of a module below `aft_vision.ops`, imported late."""
 
     def supports(inputs: Any) -> bool:
-        if inputs.v.is_cpu and not launch.interprets():
-            return False
-        return launch.can_run(inputs) and _verify().failure(OPERATIONS[operation], inputs) is None
-
-    def check(inputs: Any) -> None:
-        launch.check(inputs)
-        if launch.can_run(inputs):
-            _verify().check(OPERATIONS[operation], inputs)
+        return (not inputs.v.is_cpu or launch.interprets()) and launch.can_run(inputs)
 
     lazy = partial(lazy_function, module)
-    return Form('triton', lazy(forward), lazy(backward), supports, check, shapes=shapes)
-
-
-@functools.cache
-def _verify() -> Any:
-    # Imports Triton.
-    from aft_vision.ops.common import verify
-
-    return verify
+    return Form('triton', lazy(forward), lazy(backward), supports, launch.check)
 
 
 @functools.cache

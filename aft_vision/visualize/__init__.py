@@ -16,7 +16,7 @@ from aft_vision.visualize.biases import (
     draw_position_biases,
     position_biases,
 )
-from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_token_grid
+from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_keys, has_token_grid, keyed_layers
 from aft_vision.visualize.figure import DPI, evenly_spaced, figure_png, literal, new_figure, save_figure
 from aft_vision.visualize.history import (
     describe_targets,

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTMixer
 from aft_vision.visualize.biases import bias_rows
-from aft_vision.visualize.capture import MixerInputs, find_mixers, mixer_inputs, run_with_hooks, token_grid
+from aft_vision.visualize.capture import MixerInputs, keyed_layers, mixer_inputs, run_with_hooks, token_grid
 from aft_vision.visualize.figure import (
     SEQUENTIAL,
     Block,
     Cell,
     TopPicture,
     check_indices,
+    check_layers,
     draw_grid,
     evenly_spaced,
     format_number,
@@ -103,6 +103,7 @@ def relative_attention(
         ValueError: the model has no such mixer, a head does not exist, or there are no images.
     """
     chosen = evenly_spaced(attention_heads(model), max_heads) if heads is None else heads
+    mixers = keyed_layers(model, attention=True)
     totals: dict[nn.Module, Tensor] = {}
     images = 0
 
@@ -113,7 +114,7 @@ def relative_attention(
             totals[mixer] = totals.get(mixer, torch.zeros_like(found)) + found
 
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        run_with_hooks(model, batch, (Attention, AFTMixer), add)
+        run_with_hooks(model, batch, mixers, add)
         images += len(batch)
     if not images:
         raise ValueError('expected at least one image, got none')
@@ -126,11 +127,11 @@ def attention_heads(model: nn.Module) -> int:
     Raises:
         ValueError: as `relative_attention`.
     """
-    return min(map(_heads, find_mixers(model, (Attention, AFTMixer))))
+    return min(map(_heads, keyed_layers(model, attention=True)))
 
 
 def _heads(mixer: Any) -> int:
-    return mixer.num_heads if isinstance(mixer, Attention) else mixer.split_sizes[-2]
+    return mixer.num_heads if isinstance(mixer, Attention) else mixer.key_dim
 
 
 def _attention(
@@ -210,20 +211,19 @@ def draw_attention(
             kind.
         ImportError: matplotlib is not installed.
     """
-    mixers: list[Any] = find_mixers(model, (Attention, AFTMixer))
-    chosen = check_indices('layer', chosen_layers, len(mixers), len(mixers))
-    heads = _choose_heads([_heads(mixers[layer]) for layer in chosen], heads, max_heads)
+    layers = keyed_layers(model, attention=True)
+    chosen = check_layers(chosen_layers, layers.values())
+    layers = {mixer: layer for mixer, layer in layers.items() if layer in chosen}
+    heads = _choose_heads([*map(_heads, layers)], heads, max_heads)
     grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
     token, place = _check_query(query, grid), frame_of(query, grid)
-    layers = {mixers[layer]: layer for layer in chosen}
     # (n, H * W) of each layer.
     weights: dict[int, Tensor] = {}
 
     def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
-        if mixer in layers:
-            weights[layers[mixer]] = _attention(mixer, x, grid, prefix, heads, slice(token, token + 1)).squeeze(1)
+        weights[layers[mixer]] = _attention(mixer, x, grid, prefix, heads, slice(token, token + 1)).squeeze(1)
 
-    run_with_hooks(model, photograph.images.to(next(model.parameters()).device), (Attention, AFTMixer), keep)
+    run_with_hooks(model, photograph.images.to(next(model.parameters()).device), layers, keep)
     prefix = getattr(model, 'num_prefix_tokens', 0)
 
     def cells(layer: int) -> Iterator[Cell]:

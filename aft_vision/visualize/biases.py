@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTMixer
+from aft_vision.layers import TokenMixer
 from aft_vision.visualize.capture import mixer_layers
 from aft_vision.visualize.figure import (
     DIVERGING,
@@ -61,7 +61,7 @@ def _biases_by_layer(model: nn.Module) -> dict[int, Tensor]:
     return biases
 
 
-def bias_rows(mixer: AFTMixer, grid: tuple[int, int] | None, queries: Tensor, tokens: int) -> Tensor:
+def bias_rows(mixer: TokenMixer, grid: tuple[int, int] | None, queries: Tensor, tokens: int) -> Tensor:
     """Return rows of the position bias as the whole (T, T) matrix of AFT Eq. 2.
 
     Args:
@@ -123,7 +123,7 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
     return rows
 
 
-def _entropy(mixer: AFTMixer, bias: Tensor) -> float:
+def _entropy(mixer: TokenMixer, bias: Tensor) -> float:
     # Compute the entropy of (n, ...) biases, or of the kernel from which one offset per head is chosen.
     learned = mixer.learned_bias() if mixer.on_grid else bias
     if learned is None:

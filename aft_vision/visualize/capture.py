@@ -1,18 +1,18 @@
 """Capture of the inputs of a model's token mixers in one forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from aft_vision.layers import AFTMixer
+from aft_vision.layers import TokenMixer, token_mixers
 from aft_vision.modes import in_evaluation
 
 
 class MixerInputs(NamedTuple):
-    """Queries, keys and values of one AFT mixer.
+    """Queries, keys and values of one mixer.
 
     Attributes:
         mixer: The module.
@@ -24,7 +24,7 @@ class MixerInputs(NamedTuple):
         layer: Index of its block, as in `mixer_layers`.
     """
 
-    mixer: AFTMixer
+    mixer: TokenMixer
     q: Tensor | None
     k: Tensor
     v: Tensor
@@ -34,52 +34,50 @@ class MixerInputs(NamedTuple):
 
 
 def capture_mixers(model: nn.Module, images: Tensor) -> tuple[Tensor, list[MixerInputs]]:
-    """Run a model once, in evaluation mode and without gradients, and return the inputs of its AFT mixers.
+    """Run a model once, in evaluation mode and without gradients, and return the inputs of its mixers with keys.
 
     Args:
         model: Any `AFTVisionTransformer`, also a fused one.
         images: (B, 3, H, W), normalised, of a size that the model supports.
 
     Returns:
-        The model's output, and one entry per AFT mixer, in order.
+        The model's output, and one entry per mixer with keys, in order.
 
     Raises:
-        ValueError: the model has no AFT mixer.
+        ValueError: the model has no such mixer.
     """
-    found, layers = [], mixer_layers(model)
+    found, layers = [], keyed_layers(model)
 
     def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
         found.append(mixer_inputs(mixer, x, grid, prefix)._replace(layer=layers[mixer]))
 
-    return run_with_hooks(model, images, AFTMixer, keep), found
+    return run_with_hooks(model, images, layers, keep), found
 
 
 def mixer_inputs(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> MixerInputs:
-    """Compute queries, keys and values of an AFT mixer for its input tokens (B, T, C)."""
-    parts = mixer.qkv(x).split(mixer.split_sizes, dim=-1)
-    return MixerInputs(mixer, parts[0] if mixer.query_gate else None, parts[-2], parts[-1], grid, prefix)
+    """Compute queries, keys and values of a mixer for its input tokens (B, T, C)."""
+    q, k, v = mixer.project_qkv(x)
+    return MixerInputs(mixer, q, k, v, grid, prefix)
 
 
 @torch.no_grad()
 def run_with_hooks(
     model: nn.Module,
     images: Tensor,
-    kind: type[nn.Module] | tuple[type[nn.Module], ...],
+    mixers: Iterable[nn.Module],
     callback: Callable[[Any, Tensor, tuple[int, int], int], None],
 ) -> Tensor:
-    """Run a model once in evaluation mode, with a callback before each of its token mixers.
+    """Run a model once in evaluation mode, with a callback before each of these token mixers.
 
     Args:
-        kind: Classes of the mixers.
         callback: Called with the mixer, its tokens (B, T, C), their grid (H, W) and the number of prefix tokens.
 
     Returns:
         The model's output.
 
     Raises:
-        ValueError: the model has none of these mixers, or its tokens are not a prefix and a grid.
+        ValueError: the tokens of the model are not a prefix and a grid.
     """
-    mixers = find_mixers(model, kind)
     grid = token_grid(model, (images.shape[2], images.shape[3]))
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -114,21 +112,33 @@ def has_token_grid(model: nn.Module) -> bool:
     return hasattr(getattr(model, 'patch_embed', None), 'dynamic_feat_size')
 
 
-def mixer_layers(model: nn.Module) -> dict[AFTMixer, int]:
-    """Return the AFT mixers of a model with the indices of their blocks; those with softmax attention count too."""
-    mixers = [module for module in model.modules() if isinstance(module, Attention | AFTMixer)]
-    return {mixer: layer for layer, mixer in enumerate(mixers) if not isinstance(mixer, Attention)}
+def has_keys(model: nn.Module) -> bool:
+    """Return whether the keys and the attention of mixers of a model can be drawn."""
+    return has_token_grid(model) and any(mixer.key_dim for mixer in token_mixers(model))
 
 
-def find_mixers(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> list[nn.Module]:
-    """Return the modules of these classes, in the order of the layers.
+def mixer_layers(model: nn.Module) -> dict[TokenMixer, int]:
+    """Return the mixers of a model with the indices of their blocks; those with softmax attention count too."""
+    return {mixer: layer for mixer, layer in _all_layers(model).items() if not isinstance(mixer, Attention)}
+
+
+def keyed_layers(model: nn.Module, attention: bool = False) -> dict[Any, int]:
+    """Return the mixers with keys, which pictures of keys and attention can show, with the indices of their blocks.
+
+    Args:
+        attention: Return timm's attention too.
 
     Raises:
         ValueError: there is none.
     """
-    mixers = [module for module in model.modules() if isinstance(module, kind)]
-    if not mixers:
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        names = ' or '.join('timm.layers.Attention' if k is Attention else k.__name__ for k in kinds)
+    layers = _all_layers(model).items()
+    found = {each: layer for each, layer in layers if (attention if isinstance(each, Attention) else each.key_dim)}
+    if not found:
+        names = 'timm.layers.Attention or AFTMixer' if attention else 'AFTMixer'
         raise ValueError(f'expected a model with token mixers of {names}, got {type(model).__name__}, which has none')
-    return mixers
+    return found
+
+
+def _all_layers(model: nn.Module) -> dict[Any, int]:
+    mixers = [module for module in model.modules() if isinstance(module, Attention | TokenMixer)]
+    return {mixer: layer for layer, mixer in enumerate(mixers)}

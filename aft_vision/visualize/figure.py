@@ -128,7 +128,7 @@ def check_layers(chosen: Sequence[int] | None, layers: Iterable[int]) -> list[in
     wrong = [layer for layer in chosen if layer not in layers]
     if wrong or not chosen:
         known = ', '.join(str(layer + 1) for layer in layers)
-        raise ValueError(f'expected layers with an AFT mixer ({known}), got {wrong[0] + 1 if wrong else "none"}')
+        raise ValueError(f'expected layers that can be drawn ({known}), got {wrong[0] + 1 if wrong else "none"}')
     return list(chosen)
 
 

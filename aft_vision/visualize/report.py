@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from aft_vision.data.class_names import class_names, list_names
 from aft_vision.data.images import Decoding
-from aft_vision.layers import aft_mixers
+from aft_vision.layers import AFTMixer, token_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
     MAX_CLASSES,
@@ -36,7 +36,7 @@ from aft_vision.visualize.attention import (
     relative_attention,
 )
 from aft_vision.visualize.biases import bias_statistics, draw_position_biases
-from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_token_grid, token_grid
+from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_keys, has_token_grid, token_grid
 from aft_vision.visualize.figure import evenly_spaced, figure_png
 from aft_vision.visualize.history import draw_history
 from aft_vision.visualize.keys import draw_key_maps
@@ -113,11 +113,6 @@ class Report:
         options = (self.size, self.skipped, self.folder, self.decoding, self.truths)
         return predict_labelled(self.model, self.labelled, *options)
 
-    @property
-    def has_mixers(self) -> bool:
-        """Return whether the mixers of the model can be drawn."""
-        return bool(aft_mixers(self.model)) and has_token_grid(self.model)
-
 
 def report_sections(report: Report) -> list[Section]:
     """Return the sections of a page; each is built when its function is called."""
@@ -135,16 +130,17 @@ def report_sections(report: Report) -> list[Section]:
     for path in report.photographs:
         title = f'{_truth(report, path) or path.parent.name}/{path.name}'
         sections.append(Section(title, partial(_photograph_section, report, path)))
-    if report.has_mixers and any(mixer.evaluated_bias() is not None for mixer in aft_mixers(report.model)):
+    biases = (mixer.evaluated_bias() for mixer in token_mixers(report.model))
+    if has_token_grid(report.model) and any(bias is not None for bias in biases):
         sections.append(Section('Position biases', partial(_bias_section, report)))
-    if report.has_mixers and report.averaged:
+    if has_keys(report.model) and report.averaged:
         sections.append(Section('Average relative attention', partial(_relative_section, report)))
     return sections
 
 
 def model_facts(model: Any, size: tuple[int, int] | None = None) -> dict[str, str]:
-    """Describe a model: its size, its AFT mixers and its input of (H, W) pixels, by default its own size."""
-    mixers = aft_mixers(model)
+    """Describe a model: its size, its mixers and its input of (H, W) pixels, by default its own size."""
+    mixers = token_mixers(model)
     bias = mixers[0].evaluated_bias() if mixers else None
     height, width = size or default_size(model)
     facts = {
@@ -152,7 +148,7 @@ def model_facts(model: Any, size: tuple[int, int] | None = None) -> dict[str, st
         'Parameters': f'{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million',
     }
     if mixers:
-        facts['Mixer'] = type(mixers[0]).__name__.replace('AFT', 'AFT-').lower().replace('aft', 'AFT')
+        facts['Mixer'] = f'AFT-{mixers[0].name}' if isinstance(mixers[0], AFTMixer) else mixers[0].name
         facts['Layers'] = str(len(mixers))
     if bias is not None and len(bias) > 1:
         facts['Kernel'] = f'{bias.shape[1]} \u00d7 {bias.shape[2]} tokens'
@@ -288,7 +284,7 @@ def _bias_section(report: Report) -> str:
         'Share below 0.1 counts the biases with |exp(w)\u00a0-\u00a01| < 0.1; largest is the largest '
         '|exp(w)\u00a0-\u00a01|.'
     )
-    is_centred = aft_mixers(report.model)[0].on_grid
+    is_centred = token_mixers(report.model)[0].on_grid
     words = paragraph(
         'A position bias w multiplies the weight of a source by exp(w), independent of the image.'
         + ' The centre of a picture is the token itself.' * is_centred
@@ -322,7 +318,7 @@ def _relative_section(report: Report) -> str:
 def _photograph_section(report: Report, path: Path) -> str:
     photograph = load_photograph(path, report.model, report.size, report.decoding)
     images, truth = photograph.images.to(next(report.model.parameters()).device), _truth(report, path)
-    if report.has_mixers:
+    if has_keys(report.model):
         logits, layers = capture_mixers(report.model, images)
     else:
         logits, layers = report.model(images), []

@@ -1,8 +1,10 @@
 import logging
 import pickle
+import re
 import shutil
 import tarfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -111,6 +113,7 @@ def open_both(root: Path, **options: Any) -> tuple[list[str], int, list[str], in
 
 
 AS_TAR = pytest.mark.parametrize('as_tar', [False, True])
+OPEN = {'train': open_train_split, 'eval': open_eval_split}
 
 
 @AS_TAR
@@ -375,29 +378,21 @@ def test_labels_of_hugging_face_that_are_words_are_classes(tmp_path):
 @pytest.mark.parametrize(
     ('labels', 'kind', 'message', 'remedy'),
     [
-        (
-            [1, 2, 3],
-            'int64',
-            r'labels from 0 to 2 in the split .validation. of .*, got 3 for image 2; data\.num_classes=4',
-            4,
-        ),
+        ([1, 2, 3], 'int64', r'from 0 to 2 in the split .validation. .*, got 3 for image 2; data\.num_classes=4', 4),
         ([0, 1, -1], 'int64', r'got -1 for image 2; a split without labels cannot be used: data\.eval_split', None),
         ([0, 1, None], 'int64', 'got None for image 2', None),
         ([0.5, 1.0], 'float32', 'got 0.5 for image 0', None),
+        ([[0, 1], [1]], 'lists', r'got \[0, 1\] for image 0', None),
     ],
 )
 def test_labels_of_hugging_face_that_are_no_classes_are_an_error_at_opening(tmp_path, labels, kind, message, remedy):
-    source = write_parquet(tmp_path, lambda datasets: datasets.Value(kind), validation=labels)
+    source = write_parquet(
+        tmp_path, lambda x: x.List(x.Value('int64')) if kind == 'lists' else x.Value(kind), validation=labels
+    )
     with pytest.raises(ValueError, match=message):
         open_eval_split(replace(source, num_classes=3))
     if remedy is not None:
         assert len(open_eval_split(replace(source, num_classes=remedy)).class_names) == remedy
-
-
-def test_several_labels_of_an_image_are_an_error(tmp_path):
-    source = write_parquet(tmp_path, lambda datasets: datasets.List(datasets.Value('int64')), validation=[[0, 1], [1]])
-    with pytest.raises(ValueError, match=r'got \[0, 1\] for image 0'):
-        open_eval_split(replace(source, num_classes=3))
 
 
 def test_a_data_set_of_hugging_face_is_read(tmp_path, monkeypatch):
@@ -593,37 +588,22 @@ def test_a_folder_that_is_no_data_set_is_named(tmp_path, paths, message):
 
 
 @pytest.mark.parametrize(
-    ('paths', 'message'),
+    ('split', 'place', 'paths', 'message'),
     [
-        (['extra/a/0.png', 'train2/a/0.png'], r'train or training of class folders in .*got only extra, train2'),
-        (['train/notes.txt'], r'expected images in class folders in .*all\.tar, got none'),
-        (['train/a/._x.png'], r'images in class folders in .*all\.tar, got none'),
-        (['train/a/0.png', 'train/b/'], r'every class folder of .*all\.tar, got none in b'),
+        ('train', 'all', 'extra/a/0.png train2/a/0.png', 'train or training of class folders in .*only extra, train2'),
+        ('train', 'all', 'train/notes.txt', r'expected images in class folders in .*all\.tar, got none'),
+        ('train', 'all', 'train/a/._x.png', r'images in class folders in .*all\.tar, got none'),
+        ('train', 'all', 'train/a/0.png train/b/', r'every class folder of .*all\.tar, got none in b'),
+        ('eval', 'all', 'train/a/0.png extra/a/0.png', 'val or .* or testing of class folders in .*only extra, train'),
+        ('eval', 'set/val', '0.png 1.png', r'class folders of .*val\.tar, got 2 without one; move each image into a f'),
     ],
 )
-def test_a_tar_that_is_no_data_set_is_named(tmp_path, paths, message):
-    layout(tmp_path / 'images', *paths)
-    with pytest.raises(ValueError, match=message):
-        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', tmp_path / 'images'))))
-
-
-def test_a_tar_without_a_split_to_evaluate_lists_what_is_there(tmp_path):
-    layout(tmp_path / 'images', 'train/a/0.png', 'extra/a/0.png')
-    tar = make_tar(tmp_path / 'all.tar', tmp_path / 'images')
-    with pytest.raises(
-        ValueError, match=r'val or validation or valid or test or testing of class folders in .*got only extra, train'
-    ):
-        open_eval_split(Source(dir=str(tar)))
-
-
-def test_a_tar_of_images_without_class_folders_is_named(tmp_path):
-    layout(tmp_path / 'images', '0.png', '1.png')
+def test_a_tar_that_is_no_data_set_is_named(tmp_path, split, place, paths, message):
+    layout(tmp_path / 'images', *paths.split())
     (tmp_path / 'set').mkdir()
-    make_tar(tmp_path / 'set' / 'val.tar', tmp_path / 'images')
-    with pytest.raises(
-        ValueError, match=r'class folders of .*val\.tar, got 2 without one; move each image into a folder'
-    ):
-        open_eval_split(Source(dir=str(tmp_path / 'set')))
+    tar = make_tar(tmp_path / f'{place}.tar', tmp_path / 'images')
+    with pytest.raises(ValueError, match=message):
+        OPEN[split](Source(dir=str(tar.parent if '/' in place else tar)))
 
 
 @pytest.mark.parametrize('kept', [(), ('a', 'b')])
@@ -663,50 +643,46 @@ def test_a_compressed_tar_is_named(tmp_path, mode, images):
         open_train_split(Source(dir=str(tmp_path / 'all.tar')))
 
 
-@pytest.mark.parametrize('blocks', [1, 3, 10])
-def test_a_tar_that_is_cut_is_not_taken_for_a_smaller_one(tmp_path, blocks):
-    tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', CLASSES))
-    content = tar.read_bytes().rstrip(b'\0')
-    whole = len(content) // 512 + 1
-    tar.write_bytes(content[: 512 * (whole - blocks)])
-    with pytest.raises(ValueError, match=r'expected a whole tar file, got .*all\.tar'):
-        open_train_split(Source(dir=str(tar)))
-
-
-@pytest.mark.parametrize('as_tar', [False, True])
-def test_an_image_outside_the_class_folders_is_named(tmp_path, as_tar):
-    place = 'train/astray.png'
-    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']})
-    Image.new('RGB', (4, 4)).save(folder / place)
+@AS_TAR
+@pytest.mark.parametrize(
+    ('folders', 'more', 'message'),
+    [
+        (['a', 'b'], ['train/astray.png'], r'only in the class folders of .*, got .*train/astray\.png'),
+        (['Ab', 'aB', 'c'], [], r'that differ in more than case, got (Ab and aB|aB and Ab)'),
+    ],
+)
+def test_an_image_outside_the_class_folders_and_classes_that_differ_in_case_alone_are_named(
+    tmp_path, folders, more, message, as_tar
+):
+    folder = make_folder(tmp_path / 'images', {'train': folders})
+    layout(folder, *more)
     path = make_tar(tmp_path / 'all.tar', folder) if as_tar else folder
-    with pytest.raises(ValueError, match=rf'only in the class folders of .*, got .*{place}'):
+    with pytest.raises(ValueError, match=message):
         open_train_split(Source(dir=str(path)))
 
 
-@pytest.mark.parametrize('as_tar', [False, True])
-def test_classes_that_differ_in_case_alone_are_rejected(tmp_path, as_tar):
-    folder = make_folder(tmp_path / 'images', {'train': ['Ab', 'aB', 'c']})
-    path = make_tar(tmp_path / 'all.tar', folder) if as_tar else folder
-    with pytest.raises(ValueError, match=r'that differ in more than case, got (Ab and aB|aB and Ab)'):
-        open_train_split(Source(dir=str(path)))
+def cut_blocks(content: bytes, blocks: int) -> bytes:
+    """A tar file without so many of the last blocks that hold something."""
+    whole = len(content.rstrip(b'\0')) // 512 + 1
+    return content[: 512 * (whole - blocks)]
 
 
-@pytest.mark.parametrize('content', [b'', b'not a tar file at all' * 100])
-def test_a_damaged_tar_is_named(tmp_path, content):
-    (tmp_path / 'all.tar').write_bytes(content)
-    with pytest.raises(ValueError, match=r'expected a whole tar file, got .*all\.tar'):
-        open_train_split(Source(dir=str(tmp_path / 'all.tar')))
-
-
-def test_a_damaged_header_in_the_middle_of_a_tar_is_an_error_and_not_its_end(tmp_path):
+@pytest.mark.parametrize(
+    ('change', 'split', 'message'),
+    [
+        *((partial(cut_blocks, blocks=blocks), 'train', '') for blocks in (1, 2, 3, 10)),
+        *((lambda content, other=other: other, 'train', '') for other in (b'', b'not a tar file at all' * 100)),
+        # A damaged header in the middle is not the end.
+        (lambda content: re.sub(rb'val/c/1\.png.{9}', b'\xff' * 20, content, flags=re.DOTALL), 'eval', ': .* at byte'),
+    ],
+)
+def test_a_damaged_tar_is_named_and_not_taken_for_a_smaller_one(tmp_path, change, split, message):
     tar = tmp_path / 'all.tar'
     with tarfile.open(tar, 'w', format=tarfile.USTAR_FORMAT) as file:
         file.add(make_folder(tmp_path / 'images', CLASSES, images=3), arcname='.')
-    content = tar.read_bytes()
-    place = content.rindex(b'val/c/1.png')
-    tar.write_bytes(content[:place] + b'\xff' * 20 + content[place + 20 :])
-    with pytest.raises(ValueError, match=r'expected a whole tar file, got .*all\.tar: .* at byte'):
-        open_eval_split(Source(dir=str(tar)))
+    tar.write_bytes(change(tar.read_bytes()))
+    with pytest.raises(ValueError, match=rf'expected a whole tar file, got .*all\.tar{message}'):
+        OPEN[split](Source(dir=str(tar)))
 
 
 @pytest.mark.parametrize(
@@ -1049,7 +1025,7 @@ def save_turned(path: Path, orientation: int) -> None:
     image.save(path, quality=95, exif=exif)
 
 
-@pytest.mark.parametrize('as_tar', [False, True])
+@AS_TAR
 @pytest.mark.parametrize('suffix', ['jpg', 'png', 'webp', 'tiff'])
 def test_turned_photographs_are_trained_and_evaluated_upright(tmp_path, suffix, as_tar):
     root = tmp_path / 'images'

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from aft_vision.layers import CausalMixer, CausalSimple, register_mixer
-from aft_vision.layers.mixers import CAUSAL_MIXERS
+from aft_vision.layers.base import CAUSAL_MIXERS
 from aft_vision.models import AFTDecoder, bits, create_decoder, load_decoder, save_decoder
 from train.model_section import check_decoder
 

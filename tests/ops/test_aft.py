@@ -353,7 +353,6 @@ def test_without_branches_nasty_keys_stay_exact(name: str, keys: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 @pytest.mark.parametrize('name', OPERATIONS)
 def test_on_a_cuda_device_an_operation_equals_float64(name: str, dtype: torch.dtype):

@@ -86,29 +86,6 @@ def test_the_help_of_a_section_tells_its_own_defaults(section, capsys):
             assert (value is None) == str(default).startswith('(')
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (['table', '7', '--png', 'x.png'], 'unrecognized arguments: --png'),
-        (['table', '9'], 'invalid choice'),
-        (['ops', '--groups', 'conv2'], 'invalid choice'),
-        ([], 'required: SECTION'),
-        (['loader', 'folder', '--rounds', '0'], "expected a number from 1 on, got '0'"),
-        (['ops', '--training'], '--training of ops goes only with --tokens'),
-        (['ops', '--tokens', '--groups', 'full'], '--groups of ops goes only without --tokens'),
-        (['text', '--tokens', '16', '--behaviors'], '--tokens of text goes only without --behaviors'),
-        *(
-            (['models', '--runtimes', 'onnxruntime', 'openvino', *words], f'{words[0]} of models goes only with torch')
-            for words in (['--dtype', 'bfloat16'], ['--training'], ['--compile'], ['--device', 'cuda'])
-        ),
-    ],
-)
-def test_an_option_that_would_do_nothing_is_rejected(options, message, capsys):
-    with pytest.raises(SystemExit):
-        main(options)
-    assert message in capsys.readouterr().err
-
-
 def test_options_of_torch_go_with_torch_among_the_runtimes():
     args = parse_args(['models', '--runtimes', 'torch', 'openvino', '--dtype', 'bfloat16', '--training', '--compile'])
     assert (args.dtype, args.training, args.compile) == ('bfloat16', True, True)

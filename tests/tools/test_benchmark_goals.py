@@ -339,7 +339,6 @@ def test_the_roofline_counts_what_must_be_done(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 @pytest.mark.parametrize('operation', [FULL, LOCAL, CONV], ids=lambda operation: operation.name)
 def test_figures_are_measured_on_a_cuda_device(operation: Operation):
     make = partial(ops.candidates_of, [operation], torch.bfloat16, measurements.CUDA)

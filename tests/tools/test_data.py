@@ -42,23 +42,6 @@ def test_data_may_be_missing_only_where_it_is_not_required(capsys):
     assert '--data' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (['--val-share', '0.1', '--split', 'validation'], 'argument --split: not allowed with argument --val-share'),
-        (['--workers', '-1'], "argument --workers: expected a number from 0 on, got '-1'"),
-        (['--val-share', '1'], "argument --val-share: expected a share above 0 and below 1, got '1'"),
-        (['--val-share', 'x'], "argument --val-share: expected a share above 0 and below 1, got 'x'"),
-        (['--num-classes', '0'], "argument --num-classes: expected a number from 1 on, got '0'"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_by_their_names(capsys, options, message):
-    with pytest.raises(SystemExit) as stopped:
-        parse('--data', 'a', *options)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(('options', 'advised'), [([], True), (['--split', 'extra'], False)])
 def test_a_missing_split_is_replaced_by_a_share_where_none_was_asked_for(tmp_path, options, advised):
     make_folder(tmp_path, {'train': ['a', 'b'], 'more': ['a', 'b']})

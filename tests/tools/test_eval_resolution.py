@@ -279,23 +279,6 @@ def test_the_table_has_the_standard_error_of_top_1(run, tmp_path, capsys):
     assert [float(number) for number in line[1:3]] == [row['top1'], pytest.approx(error, abs=0.005)]
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (['--native'], '--native needs --max-tokens'),
-        (['--max-tokens', '9', '--sizes', '32'], '--max-tokens needs --native'),
-        (['--native', '--max-tokens', '0'], 'at least 1'),
-        (['--native', '--max-tokens', '9', '--flip'], 'neither --flip nor --pad'),
-        (['--sizes', '32', '--multi-scale', '32'], 'two or more sizes'),
-        (['--sizes', '32', '--checkpoint', 'a', 'b/../a'], 'each once, got a b/../a'),
-    ],
-)
-def test_options_that_contradict_are_rejected(tmp_path, capsys, options, message):
-    with pytest.raises(SystemExit):
-        main(['--checkpoint', str(tmp_path), '--data', str(tmp_path), *options])
-    assert message in capsys.readouterr().err
-
-
 def test_a_model_of_one_shape_is_rejected_at_native_shapes(tmp_path):
     path = make_checkpoint(tmp_path / 'best.pth', 'vit_tiny_patch16_224', num_heads=1, num_classes=2)
     with pytest.raises(ValueError, match=r'got VisionTransformer, which takes sizes in pixels$'):

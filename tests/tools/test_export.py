@@ -99,30 +99,6 @@ def test_a_file_without_int8_does_not_get_the_name_of_one_with_it(
     assert sorted(path.name for path in tmp_path.iterdir()) == ['best.pth', 'photographs']
 
 
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (['--format', 'tflite'], "invalid choice: 'tflite' (choose from "),
-        (['--format', 'openvino'], "timmx.export_model('openvino', 'local-dir:FOLDER', ...) writes it from a folder"),
-        (['--format', 'onnx', '--aten'], '--aten belongs to --format pt2, got onnx'),
-        (['--format', 'pt2', '--int8', 'dynamic'], '--int8 belongs to --format onnx, got pt2'),
-        (['--format', 'onnx', '--int8', 'static'], '--int8 static needs --data'),
-        (['--format', 'onnx', '--data', '.'], '--data belongs to --int8'),
-        (['--format', 'hf', '--lowering', 'conv'], '--lowering belongs to --format onnx or pt2, got hf'),
-        (['--format', 'onnx', '--model-arg', 'depth=2'], '--model-arg and --pretrained belong to --model'),
-        (['--format', 'hf', '--batch', '4'], '--batch belongs to --format onnx or pt2, got hf'),
-        (['--format', 'hf', '--tolerance', '0'], '--tolerance belongs to --format onnx or pt2 or web, got hf'),
-        (['--format', 'onnx', '--runtime', '.'], '--runtime belongs to --format web, got onnx'),
-        (['--format', 'pt2', '--opset', '20'], '--opset belongs to --format onnx, got pt2'),
-        (['--format', 'onnx', '--batch', '0'], 'argument --batch: expected a number from 1 on'),
-    ],
-)
-def test_options_that_contradict_each_other_are_rejected(checkpoint, tmp_path, capsys, options, message):
-    with pytest.raises(SystemExit):
-        main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out'), *options])
-    assert message in capsys.readouterr().err
-
-
 def test_the_checkpoint_is_not_overwritten(checkpoint, tmp_path):
     folder = str(tmp_path / 'hub')
     main(['--checkpoint', str(checkpoint), '--format', 'hf', '--without', 'code', 'onnx', 'pt2', '--out', folder])

@@ -119,13 +119,6 @@ def test_a_folder_that_is_read_is_not_replaced(exported):
         main(['--checkpoint', str(exported), '--out', str(exported)])
 
 
-@pytest.mark.parametrize('option', [['--split', 'val'], ['--batch-size', '8']])
-def test_options_of_images_need_images(option, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main(['--checkpoint', str(tmp_path), '--out', str(tmp_path / 'out'), *option])
-    assert f'{option[0]} belongs to the images of --data or --name' in capsys.readouterr().err
-
-
 def test_other_classes_are_rejected_before_anything_is_written(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
     torch.save({**content, 'class_names': ['coat', *NAMES[1:]]}, tmp_path / 'best.pth')

@@ -173,13 +173,6 @@ def test_of_many_classes_only_the_most_frequent_are_counted():
     assert counted.endswith(' and 2 more')
 
 
-@pytest.mark.parametrize('out', ['found.txt', 'found'])
-def test_a_file_of_another_kind_is_refused(out, capsys):
-    with pytest.raises(SystemExit):
-        main(['any.jpg', '--model', 'aft_conv_nano', '--out', out])
-    assert f'expected a .csv or .json file, got --out {out}' in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [

@@ -115,12 +115,6 @@ def test_a_wrong_argument_is_named(saved, more, message):
         rank_news.main(arguments(saved, *more))
 
 
-def test_at_least_one_line_is_printed(saved, capsys):
-    with pytest.raises(SystemExit):
-        rank_news.main(arguments(saved, '--top', '0'))
-    assert "--top: expected a number from 1 on, got '0'" in capsys.readouterr().err
-
-
 def test_what_is_no_recommender_is_named(saved, tmp_path):
     with pytest.raises(ValueError, match='expected a folder with a saved model, got'):
         rank_news.main(['--model', str(tmp_path), '--news', str(saved)])

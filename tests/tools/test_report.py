@@ -424,7 +424,7 @@ def test_a_query_other_than_the_centre_is_another_picture(picture, tmp_path):
     [
         (['--only', 'attention', '--query', '5', '1'], 'a query row from 1 to 4 and a column from 1 to 4, got 5 and 1'),
         (['--only', 'keys', '--heads', '5'], 'heads from 1 to 4, got 5'),
-        (['--only', 'keys', '--layers', '0'], r'layers with an AFT mixer \(1, 2\), got 0'),
+        (['--only', 'keys', '--layers', '0'], r'layers that can be drawn \(1, 2\), got 0'),
         (['--only', 'keys', '--size', '30'], r'multiples of the patch size \(8, 8\), got \(30, 30\)'),
     ],
 )
@@ -437,24 +437,3 @@ def test_what_the_model_does_not_have_is_rejected(picture, extra, message):
 def test_what_a_picture_is_made_of_is_not_overwritten(picture, tmp_path, name):
     with pytest.raises(ValueError, match=rf'another place than that of .*{name}, which is read, got --out'):
         main([*picture, '--only', 'keys', '--out', str(tmp_path / name)])
-
-
-@pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (['--only', 'attention'], '--images is missing: a photograph for --only attention'),
-        (['--images', 'a', '--layers', '1'], '--layers belongs to --only biases or --only keys or --only attention;'),
-        (['--images', 'a', '--exponentiated'], '--exponentiated belongs to --only biases;'),
-        (['--only', 'biases', '--images', 'a'], '--images belongs to the page or --only keys or --only attention, got'),
-        (['--only', 'biases', '--bits', '8'], '--bits belongs to the page or --only keys or --only attention, got'),
-        (['--only', 'biases', '--vit', 'a'], '--vit belongs to the page, got --only biases;'),
-        (['--only', 'biases', '--query', '1', '1'], '--query belongs to the page or --only attention, got'),
-        (['--only', 'keys', '--images', 'a', '--before', 'a'], '--before belongs to the page or --only biases, got'),
-        (['--only', 'keys', '--images', 'a', '--max-images', '2'], '--max-images belongs to the page, got --only keys'),
-        (['--only', 'keys', '--images', '.'], 'expected a photograph, got the folder .;'),
-    ],
-)
-def test_options_that_do_not_go_together_are_rejected(options, message, capsys):
-    with pytest.raises(SystemExit):
-        main(['--checkpoint', 'best.pth', *options])
-    assert message in capsys.readouterr().err

@@ -179,18 +179,3 @@ def test_a_completion_is_not_overwritten_by_the_sheet(checkpoint: Path, data: Pa
     with pytest.raises(ValueError, match=r'another file than those in --folder, got --out .*0000\.png'):
         sample_pixels.main([*arguments, '--out', str(tmp_path / 'each' / '0000.png')])
     assert not (tmp_path / 'each').exists()
-
-
-@pytest.mark.parametrize(
-    ('arguments', 'message'),
-    [
-        (['--images', 'x.png', '--indices', '1'], '--indices are of the images of --data'),
-        (['--images', 'x.png', '--columns', '2'], '--columns is for use without --images or --data'),
-        (['--num-samples', '2'], '--num-samples is for use with --images or --data'),
-        (['--images', 'x.png', '--scale', '0'], '--scale: expected a number from 1 on'),
-    ],
-)
-def test_options_that_cannot_be_are_refused_before_anything_is_drawn(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        sample_pixels.main(['--checkpoint', 'x.pt', '--out', 'x.png', *arguments])
-    assert message in capsys.readouterr().err

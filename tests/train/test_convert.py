@@ -36,13 +36,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             block.attn.proj.weight.mul_(10)
             block.mlp.fc2.weight.mul_(10)
     export_model(vit, folder / 'vit', sorted(path.name for path in (folder / 'train').iterdir()))
-    model = [
-        'model.name=aft_axial_tiny',
-        'model.embed_dim=64',
-        'model.num_heads=4',
-        'model.depth=2',
-        'model.patch_size=8',
-    ]
+    model = 'model.name=aft_axial_tiny model.embed_dim=64 model.num_heads=4 model.depth=2 model.patch_size=8'.split()
     return [
         *('--quiet', '--config', str(ROOT / 'configs' / 'smoke' / 'convert.yaml'), *model),
         *(f'distill.teacher={folder / "vit"}', f'data.dir={folder}', 'data.batch_size=20', 'run.tensorboard=false'),

@@ -57,12 +57,9 @@ def test_a_decoder_that_does_not_fit_names_the_keys_and_both_values(tmp_path):
     torch.save({**record, 'state_dict': create_decoder('aft_local_char', **kwargs).state_dict()}, tmp_path / 'best.pth')
     (tmp_path / 'text').write_bytes(bytes(range(97, 123)) * 400)
     model = [
-        'model.dim=16',
-        'model.window=4',
-        'model.depth=1',
+        *'model.dim=16 model.window=4 model.depth=1'.split(),
         f'run.init_from={tmp_path / "best.pth"}',
-        'data.context=16',
-        'data.eval_stride=null',
+        *'data.context=16 data.eval_stride=null'.split(),
     ]
     config = ['--config', str(ROOT / 'configs/smoke/char.yaml'), f'data.file={tmp_path / "text"}', *model]
     with pytest.raises(ValueError, match='expected weights of AFTDecoder') as error:

@@ -179,18 +179,7 @@ def test_a_student_trains_as_with_the_teacher(kind, options, outputs, tmp_path, 
 
 
 def test_an_interrupted_command_continues_where_it_was(options, outputs, tmp_path, capsys):
-    arguments = [
-        *options,
-        '--out',
-        str(tmp_path / 'again'),
-        '--size',
-        '32',
-        '--crops',
-        '3',
-        '--top-k',
-        '5',
-        '--features',
-    ]
+    arguments = [*options, '--out', str(tmp_path / 'again'), *'--size 32 --crops 3 --top-k 5 --features'.split()]
     again = store(arguments)
     assert 'at 32 px: top-1' in capsys.readouterr().out
     expected = {name: np.array(array) for name, array in again.arrays.items()}
@@ -246,6 +235,14 @@ def test_loading_processes_draw_the_same_crops(photographs, outputs):
         assert torch.equal(one[1], other[1])
 
 
+def relink(photographs: Path, folder: Path, prefix: str = '') -> None:
+    """Link the photographs into another folder, by their names behind a prefix."""
+    for path in sorted(photographs.rglob('*.jpg')):
+        place = folder / path.relative_to(photographs)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.with_name(f'{prefix}{path.name}').symlink_to(path.resolve())
+
+
 def test_images_are_found_by_name(photographs, outputs, tmp_path):
     # The folder is elsewhere.
     moved = tmp_path / 'moved'
@@ -255,11 +252,7 @@ def test_images_are_found_by_name(photographs, outputs, tmp_path):
     loaders = load(moved, outputs)
     assert len(torch.cat([crops for _, crops in loaders.train])) == 20
     renamed = tmp_path / 'renamed'
-    for split in ('train', 'validation'):
-        for path in sorted((photographs / split).rglob('*')):
-            if path.is_file():
-                (renamed / split / path.parent.name).mkdir(parents=True, exist_ok=True)
-                (renamed / split / path.parent.name / f'x{path.name}').symlink_to(path.resolve())
+    relink(photographs, renamed, 'x')
     with pytest.raises(ValueError, match=r'got 20 others, such as .*x'):
         load(renamed, outputs)
 
@@ -268,11 +261,7 @@ def test_an_image_that_the_teacher_could_not_read_is_no_crop_of_a_student_and_is
     photographs, options, tmp_path, capsys
 ):
     folder = tmp_path / 'photographs'
-    for split in ('train', 'validation'):
-        for path in sorted((photographs / split).rglob('*')):
-            if path.is_file():
-                (folder / split / path.parent.name).mkdir(parents=True, exist_ok=True)
-                (folder / split / path.parent.name / path.name).symlink_to(path.resolve())
+    relink(photographs, folder)
     broken = sorted((folder / 'train').rglob('*.jpg'))[6]
     original = broken.resolve()
     broken.unlink()
@@ -321,9 +310,7 @@ def test_a_data_set_without_readable_images_is_an_error(photographs, options, tm
                 f'data.dir={folder}',
                 '--out',
                 str(tmp_path / 'out'),
-                '--size',
-                '32',
-                '--no-accuracy',
+                *'--size 32 --no-accuracy'.split(),
             ]
         )
 

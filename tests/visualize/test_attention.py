@@ -242,7 +242,7 @@ def test_the_layers_of_a_hybrid_are_numbered_by_its_blocks(image):
     numbers = [[text for text in each if text.startswith('layer ')] for each in texts]
     assert numbers == [['layer 1', 'layer 2'], ['layer 2'], ['layer 2'], ['layer 2']]
     assert [row['layer'] for row in bias_statistics(model)] == [2]
-    with pytest.raises(ValueError, match=r'layers with an AFT mixer \(2\), got 1'):
+    with pytest.raises(ValueError, match=r'layers that can be drawn \(2\), got 1'):
         draw_keys(chosen_layers=[0])
     with pytest.raises(ValueError, match='in the layers 2 before and 4 heads in the layers 1, 2 after'):
         draw_position_biases(make_model('conv'), before=model)

@@ -186,7 +186,7 @@ def test_models_that_do_not_match_are_rejected():
 
 @pytest.mark.parametrize(
     ('options', 'message'),
-    [({'heads': [4]}, 'heads from 1 to 4, got 5'), ({'layers': [0, 2]}, r'layers with an AFT mixer \(1, 2\), got 3')],
+    [({'heads': [4]}, 'heads from 1 to 4, got 5'), ({'layers': [0, 2]}, r'layers that can be drawn \(1, 2\), got 3')],
 )
 def test_a_head_or_layer_that_is_not_there_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):

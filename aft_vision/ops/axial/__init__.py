@@ -37,13 +37,7 @@ AXIAL = register(
         AxialInputs,
         forms=(
             Form('cpp', cpp.axial_forward, cpp.axial_backward, compiled.supports),
-            triton_form(
-                *('aft_axial', 'axial.triton', 'axial_forward', 'axial_backward'),
-                # More sequences, heads of several channels, larger grids.
-                Shape(B=9, grid=(7, 10), D=48, channels=1, window=17),
-                Shape(B=2, grid=(7, 10), D=48, channels=4, window=17),
-                Shape(B=2, grid=(7, 20), D=48, channels=4, window=17),
-            ),
+            triton_form('axial.triton', 'axial_forward', 'axial_backward'),
             Form('eager', eager.axial_forward, eager.axial_backward),
         ),
         check=check_axial,

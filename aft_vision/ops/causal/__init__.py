@@ -41,7 +41,7 @@ LOCAL_CAUSAL = register(
         LocalInputs,
         forms=(
             Form('cpp', local_cpp.local_causal_forward, local_cpp.local_causal_backward, local_cpp.supports),
-            triton_form('aft_local_causal', 'causal.local_triton', 'local_causal_forward', 'local_causal_backward'),
+            triton_form('causal.local_triton', 'local_causal_forward', 'local_causal_backward'),
             Form('eager', eager.local_causal_forward, eager.local_causal_backward),
         ),
         check=check_local_causal,
@@ -59,7 +59,7 @@ SIMPLE_CAUSAL = register(
         Qkv,
         forms=(
             Form('cpp', simple_cpp.simple_causal_forward, simple_cpp.simple_causal_backward, compiled.supports),
-            triton_form('aft_simple_causal', 'causal.simple_triton', 'simple_causal_forward', 'simple_causal_backward'),
+            triton_form('causal.simple_triton', 'simple_causal_forward', 'simple_causal_backward'),
             Form('eager', eager.simple_causal_forward, eager.simple_causal_backward),
         ),
         causal=True,

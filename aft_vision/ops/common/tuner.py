@@ -1,20 +1,18 @@
 """Choice of a kernel's tiles: Triton's tuner, by classes of lengths and by kind of device."""
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 import triton
 from triton.runtime import Autotuner
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from aft_vision.ops.common.capture import is_capturing
 
 # Kernel arguments that may change with every batch.
 LENGTHS = ('T', 'height', 'width')
 Key = tuple[Hashable, ...]
-Result = TypeVar('Result')
 
 
 class Tuner(Autotuner):
@@ -23,53 +21,19 @@ class Tuner(Autotuner):
     While a CUDA graph is captured nothing can be measured: the first configuration runs.
     """
 
-    # In `run_each`, the configuration that every tuner runs, and the largest number of those of a tuner that ran.
-    _choice: int | None = None
-    _most = 1
-
     def __init__(self, kernel: Any, configs: list[triton.Config], key: list[str]) -> None:
         super().__init__(kernel, kernel.arg_names, configs, key, None, None, cache_results=True)
         self.cache = _Choices(sum(name in LENGTHS for name in key))
         # Lengths come first, so that their number identifies them.
         self.keys = sorted(key, key=lambda name: name not in LENGTHS)
 
-    @classmethod
-    def run_each(cls, function: Callable[[], Result], most: int | None = None) -> Iterator[Result]:
-        """Yield the results of a function with the i-th configuration of its tuners, or their last, for each i.
-
-        Nothing is measured.
-
-        Args:
-            most: the largest number of results; None is one for each configuration of any tuner that runs.
-        """
-        cls._most, i = 1, 0
-        while i < cls._most and i != most:
-            cls._choice = i
-            try:
-                result = function()
-            finally:
-                cls._choice = None
-            yield result
-            i += 1
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Launch the kernel."""
-        first = self.configs[0]
-        if Tuner._choice is None:
-            try:
-                return super().run(*args, **kwargs)
-            except torch.OutOfMemoryError:
-                # Measuring needs memory of its own, which a later call may have.
-                return self.fn.run(*args, **kwargs, **first.all_kwargs())
-        Tuner._most = max(Tuner._most, len(self.configs))
-        chosen = self.configs[min(Tuner._choice, len(self.configs) - 1)]
         try:
-            return self.fn.run(*args, **kwargs, **chosen.all_kwargs())
-        except (OutOfResources, PTXASError):
-            # A configuration that fails is not chosen; during a capture the first one must work.
-            if chosen is first:
-                raise
-            return self.fn.run(*args, **kwargs, **first.all_kwargs())
+            return super().run(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            # Measuring needs memory of its own, which a later call may have.
+            return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
 
     def prune_configs(self, kwargs: dict[str, Any]) -> list[triton.Config]:
         """Return the configurations that can be compared now."""

@@ -73,13 +73,7 @@ CONV = register(
                 name='conv',
                 is_candidate=window.is_wide_candidate,
             ),
-            triton_form(
-                *('aft_conv', 'conv.triton', 'conv_forward', 'conv_backward'),
-                # Heads of several channels, a small window, more sequences.
-                Shape(B=2, grid=(7, 10), D=48, channels=6, window=17),
-                Shape(B=2, grid=(7, 10), D=48, channels=1, window=3),
-                Shape(B=9, grid=(7, 10), D=48, channels=1, window=17),
-            ),
+            triton_form('conv.triton', 'conv_forward', 'conv_backward'),
             Form('eager', eager.conv_forward, eager.conv_backward),
         ),
         check=check_conv,
@@ -103,7 +97,7 @@ ONEHOT = register(
         OnehotInputs,
         forms=(
             Form('cpp', window.onehot_forward, window.onehot_backward, window.supports_depthwise),
-            triton_form('aft_onehot', 'conv.onehot_triton', 'onehot_forward', 'onehot_backward'),
+            triton_form('conv.onehot_triton', 'onehot_forward', 'onehot_backward'),
             Form('eager', onehot.onehot_forward, onehot.onehot_backward),
         ),
         check=check_onehot,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import check_qkv
-from aft_vision.ops.declaration import BiasWeights, Form, Operation, Shape, lazy_function
+from aft_vision.ops.declaration import BiasWeights, Form, Operation, lazy_function
 from aft_vision.ops.flops import mean_products
 from aft_vision.ops.full import aten, cpp, eager
 from aft_vision.ops.full.eager import FullInputs
@@ -26,10 +26,7 @@ FULL = register(
         FullInputs,
         forms=(
             Form('cpp', cpp.full_forward, cpp.full_backward, compiled.supports, takes_weights=True),
-            triton_form(
-                *('aft_full', 'full.triton', 'full_forward', 'full_backward'),
-                Shape(B=2, grid=(13, 20), D=48, channels=1, window=1),
-            ),
+            triton_form('full.triton', 'full_forward', 'full_backward'),
             # Torch multiplies by the library that is made for the processor.
             Form('eager', eager.full_forward, eager.full_backward, is_candidate=lambda inputs: inputs.v.is_cpu),
         ),

@@ -11,7 +11,7 @@ SIMPLE = register(
         'aft_simple',
         Qkv,
         forms=(
-            triton_form('aft_simple', 'simple.triton', 'simple_forward', 'simple_backward'),
+            triton_form('simple.triton', 'simple_forward', 'simple_backward'),
             Form('eager', eager.simple_forward, eager.simple_backward),
         ),
         empty_saved=empty_context,

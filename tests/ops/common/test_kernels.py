@@ -677,24 +677,3 @@ def test_the_digits_of_many_tokens_are_kept(form: str, name: str, sizes: Sizes, 
     inputs = make_inputs(name, *sizes)
     inputs |= {n: x / 100 for n, x in inputs.items() if n in ('k', *BIASES)} | {'v': inputs['v'].abs() + 1}
     assert_matches_reference(op(form, name), op('eager', name), inputs, bounds=(5e-6, 5e-5))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@pytest.mark.parametrize('dtype', DTYPES[:2], ids=str)
-@rows(
-    'form, name, sizes',
-    [
-        ('triton', 'aft_full', (197, 384, 0, None, 8)),
-        ('triton', 'aft_simple', (197, 384, 0, None, 8)),
-        *(('triton', 'aft_conv', ((14, 14), 384, 11, *x)) for x in ((16, 8), (384, 8), (384, 2))),
-        *(('triton', 'aft_onehot', ((14, 14), 384, 3, heads, 8)) for heads in (16, 384)),
-        *(('triton', 'aft_axial', ((14, 14), 384, (14, 14), heads)) for heads in (16, 384)),
-        ('triton', 'aft_axial', ((48, 64), 384, (48, 64), 16)),
-        ('triton', 'aft_local_causal', (3072, 256, 256)),
-        ('triton', 'aft_simple_causal', (3072, 256)),
-    ],
-)
-def test_it_equals_the_torch_form_at_full_size(form: str, name: str, sizes: Sizes, dtype: torch.dtype, device: str):
-    # The float64 reference forms (B, T, T, D) weights; on a CPU eager is exact for any key.
-    assert_matches_reference(op(form, name), op('eager', name), make_inputs(name, *sizes), dtype, device='cuda')

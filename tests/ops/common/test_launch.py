@@ -360,7 +360,6 @@ def test_the_backward_takes_outputs_and_denominators_with_any_strides(name: str,
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_a_captured_graph_replays_it():
     inputs = [x.to('cuda', torch.bfloat16) for x in make_qkv(B=2, T=197, D=64)]
     bias = randn(197, 197, seed=8).to('cuda', torch.bfloat16)
@@ -377,7 +376,6 @@ def test_a_captured_graph_replays_it():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_a_shape_first_met_in_a_capture_runs_untimed():
     inputs = [x.to('cuda', torch.bfloat16) for x in make_qkv(B=2, T=83, D=48)]
     with torch.no_grad():

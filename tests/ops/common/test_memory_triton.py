@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_checks import KERNELS, assert_parts_agree, double, draw_inputs, find_operation, run_form
 from torch import Tensor
 
-from aft_vision.ops.declaration import OPERATIONS, Shape
-
-KERNELS = ('full', 'simple', 'conv', 'onehot', 'axial', 'local_causal', 'simple_causal')
+from aft_vision.ops.declaration import Shape
 
 
 class Checker:
@@ -138,19 +137,15 @@ def test_the_checker_finds_a_wrong_access(body: Callable[..., None], words: str,
 @pytest.mark.parametrize('spread', [1.0, 30.0], ids=['ordinary', 'underflowing'])
 @pytest.mark.parametrize('name', [*KERNELS, 'full whole', 'conv whole', 'conv direct'])
 def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: str, spread: float, checker: Checker):
-    from aft_vision.ops.common import verify
-
-    assert {f'aft_{x}' for x in KERNELS} == {x.name for x in OPERATIONS.values() if x.form('triton')}
     # Tokens that fill more than one tile and not the next.
     grid, channels = {
         **{'conv': ((5, 7), 2), 'onehot': ((3, 7), 2), 'axial': ((3, 7), 2), 'local_causal': ((5, 7), 1)},
         **{'full whole': ((3, 5), 1), 'conv whole': ((3, 5), 4), 'conv direct': ((5, 2), 1)},
     }.get(name, ((3, 7), 1))
-    operation = OPERATIONS[f'aft_{name.split()[0]}']
+    operation, kernels = find_operation(name.split()[0])
     B, D = (2, max(6, 2 * channels)) if spread == 1.0 else (1, max(2, channels))
     shape = Shape(B, grid, D, channels, window=4)
-    inputs = verify.draw_inputs(operation, shape, (torch.float32,), torch.device('cpu'), spread)
-    found = verify._run(verify.triton_form(operation), inputs)
-    wanted = verify._run(operation.forms[-1], inputs._make(map(verify._double, inputs)))
-    verify._check(found, wanted, (torch.float32,), spread)
+    inputs = draw_inputs(operation, shape, (torch.float32,), 'cpu', spread)
+    found = run_form(kernels, inputs)
+    assert_parts_agree(found, run_form(operation.forms[-1], double(inputs)), (torch.float32,), spread)
     assert checker.launches >= 2

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip('triton', minversion='3.6')
 
 import triton
+from kernel_checks import run_each
 
 from aft_vision.ops.common.tuner import Tuner
 
@@ -40,6 +41,6 @@ def test_each_size_of_tiles_of_the_tuners_that_run_is_chosen_once():
     def launch() -> list[int]:
         return [tuner.run(torch.ones(1), 3) for tuner in tuners]
 
-    assert list(Tuner.run_each(launch)) == [[32, 16, 8], [32, 32, 16], [32, 64, 16]]
-    assert list(Tuner.run_each(launch, 2)) == [[32, 16, 8], [32, 32, 16]]
-    assert list(Tuner.run_each(partial(tuners[0].run, torch.ones(1), 3), 2)) == [32]
+    assert list(run_each(launch)) == [[32, 16, 8], [32, 32, 16], [32, 64, 16]]
+    assert list(run_each(launch, 2)) == [[32, 16, 8], [32, 32, 16]]
+    assert list(run_each(partial(tuners[0].run, torch.ones(1), 3), 2)) == [32]
