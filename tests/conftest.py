@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from aft_vision.export import export_hub_folder
-from aft_vision.ops import linear, operator
+from aft_vision.ops import constant_bias, linear
 
 # As it is imported, FFCV compiles for five seconds what its own loader alone uses, which computes the same without it.
 os.environ.setdefault('NUMBA_DISABLE_JIT', '1')
@@ -50,7 +50,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def first_ways() -> Iterator[None]:
     """Let fused models compute in the same way on every machine."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (linear, operator):
+        for module in (linear, constant_bias):
             patch.setattr(module, 'fastest', lambda subject, shape, ways: next(iter(ways)))
         yield
 

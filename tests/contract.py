@@ -45,7 +45,7 @@ def inputs_of(name: str, grid: tuple[int, int] = (3, 5)) -> dict[str, Any]:
 
 def check_reference(name: str) -> None:
     """Each backend equals the reference in value and every gradient, in each type, masked or not gated."""
-    graph = ['aten'] if OPERATIONS[name].graph else []
+    graph = ['aten'] if OPERATIONS[name].operator.aten else []
     for backend in ('auto', 'eager', *graph):
         for dtype in BOUNDS:
             for others in ({'mask': make_mask(2, 15)}, {'q': None}):
@@ -76,7 +76,7 @@ def check_limits(name: str) -> None:
 def check_hidden_tokens(name: str) -> None:
     """Nothing under a mask has an effect, and keys of minus infinity are as masked ones."""
     operation = OPERATIONS[name]
-    graph = [('aten', torch.float32)] if operation.graph else []
+    graph = [('aten', torch.float32)] if operation.operator.aten else []
     # More than a block of targets in a causal operation; on a grid also a head per channel.
     for D, heads in ((6, 3), (66, None)) if operation.has_grid else ((6, None),):
         inputs = make_inputs(name, (7, 10), D, 5, heads)

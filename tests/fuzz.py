@@ -24,7 +24,7 @@ from instructions import KINDS
 from torch import Tensor
 
 from aft_vision import ops
-from aft_vision.ops import operator
+from aft_vision.ops import operator, reference
 from aft_vision.ops.common import build, cpp
 from aft_vision.ops.declaration import OPERATIONS, Operation, Shape
 
@@ -252,8 +252,9 @@ class Inputs:
         inputs = inputs._make(x.cpu() if isinstance(x, Tensor) else x for x in inputs)
         names = self.operation.biases
         biases = [getattr(inputs, name).detach().double() for name in names]
+        rows = [len(x) if self.operation.has_grid else 1 for x in biases]
         arrays = [None if x is None else _array(x) for x in inputs[:3]]
-        bias = self.operation.bias_table(biases).numpy() if biases else None
+        bias = torch.cat([x.reshape(n, -1) for x, n in zip(biases, rows, strict=True)], 1).numpy() if biases else None
         mask = None if inputs.mask is None else inputs.mask.numpy()
         found = oracle.evaluate(
             oracle.Inputs(*arrays, bias, mask, _array(self.grad)), make_table(self.operation, inputs)
@@ -263,17 +264,52 @@ class Inputs:
         return found
 
 
+def _label_onehot(inputs: Any) -> Tensor:
+    radius = int(inputs.offset.abs().max())
+    kernel = torch.zeros(len(inputs.weight), 2 * radius + 1, 2 * radius + 1, dtype=torch.float64)
+    heads = torch.arange(len(inputs.weight))
+    kernel[heads, *(inputs.offset.t() + radius)] = inputs.weight
+    return reference.kernel_to_bias(kernel, inputs.grid)
+
+
+def _label_axial(inputs: Any) -> tuple[Tensor, Tensor]:
+    rows, columns = inputs.row_bias, inputs.column_bias
+    none = torch.zeros_like
+    return tuple(
+        reference.axial_to_bias(*biases, inputs.grid) for biases in ((rows, none(columns)), (none(rows), columns))
+    )
+
+
+# The whole bias (T, T, 1 or h), or several that add up, of inputs whose biases have other numbers.
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    'aft_full': lambda x: x.bias[:, :, None],
+    'aft_local': lambda x: reference.band_to_bias(x.band, -(x.band.shape[1] // 2))[:, :, None],
+    'aft_simple': lambda x: torch.zeros(*2 * x.v.shape[1:2], 1),
+    'aft_conv': lambda x: reference.kernel_to_bias(x.kernel, x.grid, 0.0 if x.global_context else -INFINITY),
+    'aft_onehot': _label_onehot,
+    'aft_axial': _label_axial,
+}
+WHOLE['aft_full_causal'], WHOLE['aft_simple_causal'] = WHOLE['aft_full'], WHOLE['aft_simple']
+WHOLE['aft_local_causal'] = lambda x: reference.band_to_bias(x.band, 1 - x.band.shape[1])[:, :, None]
+
+
 def make_table(operation: Operation, inputs: Any) -> np.ndarray:
     """Return the table that the oracle reads of an operation: (n, T, T, 1 or h)."""
-    source = torch.arange(inputs.v.shape[1])
-    entry, biased, seen = operation.index(inputs, source[:, None], source)
-    by_head = biased.ndim > entry.ndim
-    biased = biased.permute(1, 2, 0) if by_head else biased.unsqueeze(-1)
-    rows, columns = (
-        operation.bias_table([getattr(inputs, name) for name in operation.biases]).shape if operation.biases else (1, 0)
-    )
-    table = (entry.unsqueeze(-1) + columns * torch.arange(rows)).where(biased, oracle.PLAIN)
-    return (table if seen is None else table.where(seen.unsqueeze(-1), oracle.HIDDEN)).numpy()
+    biases, labels = [getattr(inputs, name) for name in operation.biases], {}
+    if biases:
+        # Entries of the biases of heads next to each other, numbered from 1; 0 is no bias.
+        rows = [len(x) if operation.has_grid else 1 for x in biases]
+        parts = torch.split(
+            1 + torch.arange(sum(x.numel() for x in biases)).view(rows[0], -1),
+            [x.numel() // n for x, n in zip(biases, rows, strict=True)],
+            1,
+        )
+        labels = {n: p.reshape(x.shape).double() for n, p, x in zip(operation.biases, parts, biases, strict=True)}
+    whole = WHOLE[operation.name](inputs._replace(**labels))
+    table = torch.stack(whole if isinstance(whole, tuple) else (whole,))
+    if operation.causal:
+        table = table.masked_fill(torch.ones(table.shape[1:3], dtype=torch.bool).triu(1)[..., None], -INFINITY)
+    return table.masked_fill(table == -INFINITY, oracle.HIDDEN + 1).sub(1).long().numpy()
 
 
 def _array(x: Tensor) -> Any:

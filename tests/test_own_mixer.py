@@ -11,7 +11,7 @@ import timm
 import torch
 import yaml
 from contract import CONTRACT, compute, inputs_of
-from fuzz import search
+from fuzz import WHOLE, search
 from helpers import CLOTHING, link_photographs
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,8 +93,9 @@ def registered(tmp_path_factory):
         import distance_mixer
 
         OPERATIONS['distance'].reference = term_by_term
+        WHOLE['distance'] = lambda inputs: whole_bias(inputs.table, inputs.grid).permute(1, 2, 0)
         yield distance_mixer.distance
-    del OPERATIONS['distance'], sys.modules['distance']
+    del OPERATIONS['distance'], WHOLE['distance'], sys.modules['distance']
     forget('distance')
 
 
@@ -200,13 +201,18 @@ def test_a_scan_of_ones_own_decodes_what_it_computes_for_whole_sequences(scan):
         torch.testing.assert_close(y, mixer.proj(h))
 
 
+def whole_bias(table: Tensor, grid: tuple[int, int]) -> Tensor:
+    """(h, T, T), looked up pair by pair."""
+    places = [divmod(i, grid[1]) for i in range(grid[0] * grid[1])]
+    distances = torch.tensor([[abs(y - a) + abs(x - b) for a, b in places] for y, x in places])
+    return F.pad(table, (0, int(distances.max()) + 1))[:, distances]
+
+
 def term_by_term(
     q: Tensor | None, k: Tensor, v: Tensor, table: Tensor, grid: tuple[int, int], mask: Tensor | None = None
 ) -> Tensor:
     """AFT Eq. 2 for each head, with a bias that is looked up pair by pair."""
-    places = [divmod(i, grid[1]) for i in range(grid[0] * grid[1])]
-    distances = torch.tensor([[abs(y - a) + abs(x - b) for a, b in places] for y, x in places])
-    biases = F.pad(table, (0, int(distances.max()) + 1))[:, distances]  # (h, T, T)
+    biases = whole_bias(table, grid)
     heads = [
         reference.aft_full(
             q if q is None else q[..., part], k[..., [h]].expand(-1, -1, len(part)), v[..., part], biases[h], mask

@@ -1,15 +1,14 @@
 """Layers of fused models: the values and parameters of torch's and timm's, faster in evaluation on a CPU.
 
-They act in evaluation without gradients, where nothing traces, exports or transforms the call; else they are torch's.
-They keep packed weights, about as large as the parameters, of convolutions twice as large: made when a size of the
-input comes a second time, again after a parameter was loaded, moved, cast or written in place, and dropped by a call
-with gradients or in training; other writes are not detected, see `position_bias`. Parameters made in inference mode,
-which counts no writes, are not packed. Copies and files have no packed weights. Hooks on convolutions and norms within
-a fused block are not called; one that keeps the output of an MLP's first layer must copy it.
+Fusing is for inference: from then on parameters may change only by `load_state_dict`, a move or a cast, and `train()`
+is an error. The layers act without gradients, where nothing traces, exports or transforms the call; else they are
+torch's. They keep packed weights, about as large as the parameters, of convolutions twice as large: made when a size
+of the input comes a second time. Copies and files have none. Hooks on convolutions and norms within a fused block are
+not called; one that keeps the output of an MLP's first layer must copy it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from timm.layers import BatchNormAct2d, ConvNormAct, Mlp
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from aft_vision.ops.common.ordinary import is_ordinary
 from aft_vision.ops.linear import (
     MIN_GRAPH_PRODUCT,
     can_run,
@@ -26,7 +26,6 @@ from aft_vision.ops.linear import (
     pack_weight,
     supports_dtype,
 )
-from aft_vision.ops.operator import is_ordinary
 
 # Activations that oneDNN computes with a convolution.
 POINTWISE = {nn.Identity: 'none', nn.ReLU: 'relu', nn.Hardswish: 'hardswish', nn.SiLU: 'swish'}
@@ -34,55 +33,61 @@ POINTWISE = {nn.Identity: 'none', nn.ReLU: 'relu', nn.Hardswish: 'hardswish', nn
 _Layer = tuple[nn.Conv2d, BatchNormAct2d | None]
 
 
-def tensor_versions(tensors: Iterable[Tensor | None]) -> list[tuple[int, int, int]]:
-    """Return what changes when a tensor is written in place or replaced; one of inference mode counts no writes."""
-    return [(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors if x is not None]
-
-
 class _Packed(NamedTuple):
-    # Packed weights: the tensors that they were made of, which no other can have the identity of while they live, with
-    # their versions; the type of the input and its number of rows or channels; and the calls that compute the layer.
-    tensors: Sequence[Tensor | None]
-    versions: list[tuple[int, int, int]]
+    # Packed weights: the type of the input and its number of rows or channels, and the calls that compute the layer.
     dtype: torch.dtype
     size: int
     calls: Sequence[Callable[[Tensor], Tensor]]
 
 
+def check_trainable(module: nn.Module, is_fused: bool, mode: bool) -> None:
+    """Raise a ValueError if a fused module is to be trained."""
+    if is_fused and mode:
+        raise ValueError(
+            f'this {type(module).__name__} is fused for inference and cannot be trained: train the model that '
+            'reparameterize_model copied, or load its state dict into a new one'
+        )
+
+
 class _Packing(nn.Module):
-    # A layer that keeps packed weights.
+    # A layer that keeps packed weights once it is fused.
 
     __jit_ignored_attributes__: ClassVar[list[str]] = ['packed']
     packed: _Packed | None = None
+    is_fused: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, 'packed': None}
 
+    def train(self, mode: bool = True) -> '_Packing':
+        check_trainable(self, self.is_fused, mode)
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> '_Packing':
+        self.packed = None
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.packed = None
+        super()._load_from_state_dict(*args, **kwargs)
+
     def _may_pack(self, x: Tensor) -> bool:
-        # Return whether packed weights may serve a call; drop them where an optimizer may follow, which may write
-        # without a trace.
-        if self.training or torch.is_grad_enabled():
-            if self.packed is not None and not torch.compiler.is_compiling():
-                self.packed = None
+        # Return whether packed weights may serve a call.
+        if torch.is_grad_enabled() or not torch.backends.mkldnn.enabled or torch.is_autocast_enabled('cpu'):
             return False
-        if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled('cpu'):
-            return False
-        return type(x) is Tensor and is_ordinary((x,)) and x.is_cpu
+        return is_ordinary((x,)) and x.is_cpu
 
     def _convolve(self, x: Tensor, layers: Sequence[_Layer]) -> Tensor | None:
         # Return the result of convolutions of maps (B, C, H, W) one after the other, None if oneDNN cannot compute it.
-        tensors = [tensor for layer in layers for tensor in _tensors(*layer)]
-        versions = tensor_versions(tensors)
         # Another thread may replace it at any time.
         kept = self.packed
-        if kept is None or kept.versions != versions or kept.dtype is not x.dtype or not x.numel():
-            if _is_uncounted(tensors) or not _can_convolve(x, layers):
+        if kept is None or kept.dtype is not x.dtype or not x.numel():
+            if not _can_convolve(x, layers):
                 return None
             # Normal tensors even in inference mode.
             with torch.inference_mode(False), torch.no_grad():
-                calls = [_pack_convolution(*layer) for layer in layers]
-            kept = self.packed = _Packed(tensors, versions, x.dtype, x.shape[1], calls)
-        if x.ndim != 4 or x.shape[1] != kept.size or any(norm.training for _, norm in layers if norm is not None):
+                kept = self.packed = _Packed(x.dtype, x.shape[1], [_pack_convolution(*layer) for layer in layers])
+        if x.ndim != 4 or x.shape[1] != kept.size:
             return None
         x = x.contiguous(memory_format=torch.channels_last)
         for call in kept.calls:
@@ -140,25 +145,22 @@ class FusedLinear(_Packing, nn.Linear):
     def _evaluated(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         if torch.compiler.is_compiling():
-            act = self.graph_by_onednn and not (
-                self.training or torch.is_grad_enabled() or torch.compiler.is_exporting()
-            )
+            act = self.graph_by_onednn and not (torch.is_grad_enabled() or torch.compiler.is_exporting())
             return (linear if act and can_run(x, weight, bias, MIN_GRAPH_PRODUCT) else F.linear)(x, weight, bias)
         call = self._packed_call(x, weight, bias) if self._may_pack(x) else None
         return F.linear(x, weight, bias) if call is None else call(x)
 
     def _packed_call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        versions, columns = tensor_versions((weight, bias)), weight.shape[1]
         rows = math.prod(x.shape[:-1])
         # Another thread may replace it at any time.
         kept = self.packed
-        if kept is None or kept.versions != versions or kept.dtype is not x.dtype or kept.size != rows:
+        if kept is None or kept.dtype is not x.dtype or kept.size != rows:
             # The first call of so many rows packs nothing, so that images of ever other sizes do not.
             again, self.last_rows = self.last_rows == rows, rows
-            if not again or _is_uncounted((weight, bias)) or not can_run(x, weight, bias):
+            if not again or not can_run(x, weight, bias):
                 return None
-            kept = self.packed = _Packed((weight, bias), versions, x.dtype, rows, [pack_weight(x, weight, bias)])
-        return kept.calls[0] if x.shape[-1] == columns and x.is_contiguous() else None
+            kept = self.packed = _Packed(x.dtype, rows, [pack_weight(x, weight, bias)])
+        return kept.calls[0] if x.shape[-1] == weight.shape[1] and x.is_contiguous() else None
 
 
 class FusedConv2d(_Packing, nn.Conv2d):
@@ -192,6 +194,7 @@ class FusedConvolutions(_Packing):
         Returns:
             The module itself, as `timm.utils.reparameterize_model` expects.
         """
+        self.eval()
         self.is_fused = True
         return self
 
@@ -244,11 +247,6 @@ def _overwrites(module: nn.Module, x: Any) -> bool:
     # Return whether a call is one of evaluation that nothing traces.
     watched = type(x) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing()
     return not (watched or module.training or torch.is_grad_enabled())
-
-
-def _is_uncounted(tensors: Iterable[Tensor | None]) -> bool:
-    # Return whether writes to one of them cannot be seen.
-    return any(x is not None and x.is_inference() for x in tensors)
 
 
 def _can_convolve(x: Tensor, layers: Sequence[_Layer]) -> bool:

@@ -1,15 +1,12 @@
 """Learned position biases as modules (AFT Eq. 4, 7, 8). Their output depends only on their parameters.
 
-`fuse()` caches that output for inference, with what the kernels compute from it alone, and later that at the last other
-grid. The cache is used in evaluation without gradients. It is recomputed when a parameter is loaded, moved, cast or
-written in place, and after a call with gradients, since optimizers with `fused=True` write without a trace; `train()`
-drops it. So a fused model can be trained further. Other writes that torch does not count are not detected: through
-`.data`, by a collective of torch.distributed, to a parameter made in inference mode, or by an optimizer with
-`fused=True` after compiled or no calls; call `fuse()` again. Compiled graphs, torch.vmap, forward-mode derivatives and
-modules with a parametrisation always compute the output.
-Exported and scripted graphs hold it as a constant: after writing parameters in place, fuse before exporting.
+`fuse()` makes that output a constant for inference, with what the kernels compute from it alone, and keeps that at the
+last other grid. From then on the parameters have no gradients, and may change only by `load_state_dict`, a move or a
+cast, which compute the constant again; after any other write call `fuse()` again. `train()` of a fused module is an
+error. Compiled, exported and scripted graphs hold the constant too.
 
-Modules return copies, which may be written. The mixers pass `copy=False` and read the cache itself, or the parameter.
+Modules return copies, which may be written. The mixers pass `copy=False` and read the constant itself, or the
+parameter.
 """
 
 from typing import Any, ClassVar, Final
@@ -18,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module, resample_abs_pos_embed
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from aft_vision.layers.fused import tensor_versions
+from aft_vision.layers.fused import check_trainable
 from aft_vision.ops import (
     bias_weights,
     factorized_band_row,
@@ -29,6 +25,7 @@ from aft_vision.ops import (
     local_bias,
     standardized_kernel,
 )
+from aft_vision.ops.common.ordinary import is_ordinary
 
 # Plain torch.fx cannot branch on the shapes that they check.
 torch.fx.wrap('factorized_bias')
@@ -36,27 +33,25 @@ torch.fx.wrap('standardized_kernel')
 
 
 class FusedModule(nn.Module):
-    """A module whose result depends only on its parameters and can be cached for inference.
+    """A module whose result depends only on its parameters, and which can be fused for inference.
 
     Attributes:
         operator: the one of `ops` whose kernels compute weights from the result; '' without one.
+        fused: the constant result, None until fused.
     """
 
     operator: ClassVar[str] = ''
-    # Of the cache alone, which a scripted module does not have.
-    __jit_ignored_attributes__: ClassVar[list[str]] = ['fused_from', 'sources', 'resized', 'kept']
+    # Of the constants alone, which a scripted module does not have.
+    __jit_ignored_attributes__: ClassVar[list[str]] = ['resized', 'kept']
     fused: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
-        # None until fused. Not part of the state dict, because it can be computed from the parameters.
+        # Not part of the state dict, because it can be computed from the parameters.
         self.register_buffer('fused', None, persistent=False)
-        self.fused_from: list[tuple[int, int, int]] = []
-        # Parameters of the cached results; while they live, no other has their identity or their memory.
-        self.sources: list[Tensor] = []
         # The last other grid and the result there.
         self.resized: tuple[tuple[int, int], Tensor] | None = None
-        # Weights of the cached result (True) and of the one at another grid (False), each after the result and the type
+        # Weights of the constant (True) and of the result at another grid (False), each after the result and the type
         # of values that they were made for.
         self.kept: dict[bool, tuple[Tensor, torch.dtype, Tensor]] = {}
 
@@ -70,33 +65,23 @@ class FusedModule(nn.Module):
 
     @torch.jit.ignore
     def fuse(self) -> 'FusedModule':
-        """Cache the result for inference.
+        """Make the result a constant for inference, with the parameters of now; they may not change any more.
 
         Returns:
             The module itself, as `timm.utils.reparameterize_model` expects.
         """
-        self.eval()
+        self.eval().requires_grad_(False)
         # A normal tensor even in inference mode, and never the parameter itself.
         with torch.inference_mode(False), torch.no_grad():
             self.fused, self.resized, self.kept = self.compute().clone(), None, {}
-        # A result within a mode, such as fake tensors, is computed again outside.
-        self.fused_from = [] if _in_mode() else self._parameter_versions()
-        self.sources = list(self.parameters())
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Files and copies have neither a result of another grid nor weights, which may be large, and other parameters.
-        return {**self.__dict__, 'fused_from': [], 'sources': [], 'resized': None, 'kept': {}}
-
-    @torch.jit.ignore
-    def unfuse(self) -> None:
-        """Drop the cached results."""
-        self.fused, self.resized, self.kept = None, None, {}
-        self.fused_from, self.sources = [], []
+        # Files and copies have neither a result of another grid nor weights, which may be large.
+        return {**self.__dict__, 'resized': None, 'kept': {}}
 
     def train(self, mode: bool = True) -> 'FusedModule':
-        if mode:
-            self.unfuse()
+        check_trainable(self, self.fused is not None, mode)
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> 'FusedModule':
@@ -109,22 +94,20 @@ class FusedModule(nn.Module):
             self.fuse()
 
     def _value(self) -> Tensor:
-        # Return the cached result if it may be used, else compute it.
+        # Return the constant, or compute the result.
         fused = self.fused
-        if fused is None or self.training:
+        if fused is None:
             return self.compute()
-        if torch.jit.is_scripting():
-            return fused
-        return self._checked_value()
+        return fused
 
     def _value_at(self, grid: tuple[int, int]) -> Tensor:
-        # Return the result at a grid: its own, the last other one if that may be used, else compute it.
+        # Return the result at a grid: its own, the last other one if that is kept, else compute it.
         if torch.jit.is_scripting():
             return self.compute_at(grid)
-        return self._checked_value_at(grid)
+        return self._kept_value_at(grid)
 
     def weights(self, result: Tensor, v: Tensor) -> Tensor | None:
-        """Return the weights of a cached result for values of this type, or None if the result is not a cached one.
+        """Return the weights of a constant for values of this type, or None if the result is not one.
 
         The first call makes them.
         """
@@ -134,15 +117,15 @@ class FusedModule(nn.Module):
 
     @torch.jit.unused
     def _kept_weights(self, result: Tensor, v: Tensor) -> Tensor | None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if self.fused is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return None
         own, resized = result is self.fused, self.resized
-        if not own and (resized is None or result is not resized[1]):
-            return None
         kept = self.kept.get(own)
         # Another thread may replace them at any time.
         if kept is not None and kept[0] is result and kept[1] == v.dtype:
             return kept[2]
+        if not own and (resized is None or result is not resized[1]):
+            return None
         weights = bias_weights(self.operator, result, v)
         # A later call may have some where this one has none: a transform or a mode sees it.
         if weights is not None:
@@ -150,25 +133,16 @@ class FusedModule(nn.Module):
         return weights
 
     @torch.jit.unused
-    def _checked_value(self) -> Tensor:
-        assert self.fused is not None
-        # In torch 2.7 is_exporting() is also true in `torch.compile`, whose graph would keep what later writes change.
-        if torch.compiler._is_exporting_flag or torch.jit.is_tracing():
-            return self.fused
-        return self.fused if self._reuses() else self.compute()
-
-    @torch.jit.unused
-    def _checked_value_at(self, grid: tuple[int, int]) -> Tensor:
+    def _kept_value_at(self, grid: tuple[int, int]) -> Tensor:
         # A captured graph does not compare grids, which would fix the grid; resampling to the same grid is the
         # identity.
         if torch.compiler.is_compiling():
             return self.compute_at(grid)
         if grid == getattr(self, 'grid', None):
             return self._value()
-        if self.fused is None or self.training or torch.jit.is_tracing() or not self._reuses():
+        if self.fused is None or torch.jit.is_tracing():
             return self.compute_at(grid)
-        # Another thread may replace it at any time. A captured CUDA graph would read one that is freed, and a fake
-        # tensor has no memory.
+        # Another thread may replace it at any time.
         resized = self.resized
         if resized is None or resized[0] != grid:
             # The old one and its weights are freed before the new one is made.
@@ -176,41 +150,9 @@ class FusedModule(nn.Module):
             self.kept.pop(False, None)
             with torch.inference_mode(False), torch.no_grad():
                 resized = grid, self.compute_at(grid)
-            self.resized = resized if type(resized[1]) is Tensor and resized[1].is_cpu else None
+            # A mode or a transform makes a tensor of its own, and a captured CUDA graph would read one that is freed.
+            self.resized = resized if is_ordinary(resized[1:]) and resized[1].is_cpu else None
         return resized[1]
-
-    @torch.jit.unused
-    def _reuses(self) -> bool:
-        # Return whether cached results may be used; after a change of the parameters, compute them again.
-        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-            return False
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()):
-            # An optimizer may follow.
-            self.fused_from = []
-            return False
-        # A parametrisation holds the parameters in a module below, where writes are not seen.
-        if self._modules:
-            return False
-        try:
-            versions = self._parameter_versions()
-        except RuntimeError:
-            # A parameter of torch.vmap has no memory.
-            return False
-        if self.fused_from != versions:
-            if _in_mode():
-                return False
-            self.fuse()
-        return True
-
-    @torch.jit.unused
-    def _parameter_versions(self) -> list[tuple[int, int, int]]:
-        # The iterator of `parameters()` would cost as much as an operation on a small image.
-        return tensor_versions(self._parameters.values())
-
-
-@torch.jit.ignore
-def _in_mode() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0
 
 
 class _PairBias(FusedModule):
@@ -232,7 +174,7 @@ class _PairBias(FusedModule):
         """Return the bias at a grid, None for its own: (T, T), or with a window (T, 2s - 1), (T, s) if causal.
 
         Args:
-            copy: False may return the cache or the parameter, for a caller that does not write to it.
+            copy: False may return the constant or the parameter, for a caller that does not write to it.
         """
         bias = self._value() if grid is None else self._value_at(grid)
         return bias.clone() if copy else bias
@@ -246,7 +188,8 @@ class _PairBias(FusedModule):
                 new = self._resampled(old, grid).contiguous()
                 setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
         self.grid = (grid[0], grid[1])
-        self.unfuse()
+        if self.fused is not None:
+            self.fuse()
 
     def _resampled(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         return _resample_tokens(x, grid, self.grid, self.num_prefix_tokens)
@@ -403,7 +346,7 @@ class StandardizedKernel(_Standardized):
         """Return the kernel, (h, s, s).
 
         Args:
-            copy: False may return the cache or the parameter, for a caller that does not write to it.
+            copy: False may return the constant or the parameter, for a caller that does not write to it.
         """
         kernel = self._value()
         return kernel.clone() if copy else kernel
@@ -440,7 +383,7 @@ class AxisBias(_Standardized):
         """Return the bias of an axis of `length` tokens: (h, 2s - 1), or with `resample` (h, 2 * length - 1).
 
         Args:
-            copy: False may return the cache or the parameter, for a caller that does not write to it.
+            copy: False may return the constant or the parameter, for a caller that does not write to it.
         """
         bias = self._value()
         if self.resample:

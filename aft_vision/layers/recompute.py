@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from aft_vision.ops.operator import is_ordinary
+from aft_vision.ops.common.ordinary import is_ordinary
 
 
 class _Kept(NamedTuple):

@@ -8,7 +8,8 @@ from aft_vision.ops import trials
 from aft_vision.ops.aft import aft_axial, aft_conv, aft_full, aft_local, aft_onehot, aft_simple
 from aft_vision.ops.aft_causal import aft_full_causal, aft_local_causal, aft_simple_causal
 from aft_vision.ops.common.inputs import check_heads, check_qkv
-from aft_vision.ops.declaration import BiasIndex, Form, Operation, Shape
+from aft_vision.ops.constant_bias import bias_weights
+from aft_vision.ops.declaration import Form, Operation, Shape
 from aft_vision.ops.decode.block import Block, Dense
 from aft_vision.ops.decode.state import (
     LocalState,
@@ -25,8 +26,8 @@ from aft_vision.ops.decode.step import (
     aft_simple_step,
     compile_decoder,
 )
-from aft_vision.ops.flops import jit_handles
-from aft_vision.ops.operator import bias_weights, register
+from aft_vision.ops.flops import jit_handles, mean_products
+from aft_vision.ops.operator import register
 from aft_vision.ops.position_bias import (
     factorized_band_row,
     factorized_bias,

@@ -3,14 +3,13 @@
 Each is one custom operator with an explicit backward: O(B T D) memory besides the bias. On a CPU, and in
 Triton, any finite key and bias is exact. In the torch forms on an accelerator an element underflows to 0 where w and k
 both spread over more than about 69 nats. A bias of minus infinity hides a source; a target without any gives 0.
-They are differentiated once, in reverse or forward: autograd, dual tensors, torch.func.grad, vjp, jvp, jacrev, jacfwd,
-and vmap over any input. Along a tangent of the bias the weights of a block of targets are formed, O(B T T D) time. A
-second derivative is a RuntimeError, except in reverse over forward; `aten` has those of the whole-sequence forms.
+They have derivatives of every order. Autograd runs the backward of a form. Dual tensors, `torch.func` with every
+transform, batches of gradients and second derivatives take the plain graph, in float64.
 
 Backends: 'eager' is torch operations and takes any inputs; 'cpp' code compiled for the CPU; 'triton' code for
 CUDA devices, in float32, bfloat16 and float16 with sums in float32, a RuntimeError where Triton is installed and cannot
 compile; 'auto' the fastest of these that supports the inputs and works; 'aten' the plain graphs of `aten`, without a
-custom operator, for exporters. The causal operations have no such graph, and TorchScript cannot ask for one.
+custom operator, for exporters. The causal operations do not take it, and TorchScript cannot ask for it.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import check_qkv, empty_denominator
-from aft_vision.ops.common.numerics import without_autocast
+from aft_vision.ops.common.numerics import call_without_autocast
 
 
 class Shape(NamedTuple):
@@ -40,22 +40,6 @@ class Shape(NamedTuple):
         return self.D // self.channels
 
 
-class BiasIndex(NamedTuple):
-    """Which entries of the position biases some targets read, by source.
-
-    They are columns of `Operation.bias_table`.
-
-    Attributes:
-        entry: (N, T) int64, the column of w[target, source]; (n, N, T) where w is a sum of n entries.
-        biased: (N, T), (h, N, T) or as entry, bool, where there is a bias; it is 0 elsewhere.
-        seen: (N, T) bool, the sources that have a weight; None for all.
-    """
-
-    entry: Tensor
-    biased: Tensor
-    seen: Tensor | None = None
-
-
 @dataclass(eq=False)
 class Form:
     """One way to compute an operation.
@@ -63,8 +47,9 @@ class Form:
     Attributes:
         backend: asks for the first of its forms that supports the inputs.
         forward: computes (inputs, save): y, and the tensor saved for the backward, or None.
-        backward: computes (grad, y, saved, inputs, need_bias): gradients of q, k, v and the biases, by their formulas
-            (autograd is off). That of an input that is None is an empty tensor, without need_bias those of the biases.
+        backward: computes (grad, y, saved, inputs, need_bias): gradients of q, k, v, the biases and the other
+            differentiable inputs, by their formulas (autograd is off). An input that is None has an empty one, and so
+            has a bias without need_bias.
         supports: returns whether it supports these inputs on this machine.
         check: raises an error where it should run for such inputs, and something on this machine is broken.
         name: asks for this form alone, as a backend does; that of its backend unless another is given.
@@ -87,22 +72,12 @@ class Form:
 
     def run_forward(self, inputs: Any, save: bool, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute the forward, without autocast."""
-        if torch._C._is_any_autocast_enabled():
-            with without_autocast(inputs.v.device.type):
-                return self._forward(inputs, save, weights)
-        return self._forward(inputs, save, weights)
+        given = (weights,) if weights is not None and self.takes_weights else ()
+        return call_without_autocast(self.forward, inputs.v, inputs, save, *given)
 
     def run_backward(self, grad: Tensor, y: Tensor, saved: Tensor, inputs: Any, need_bias: bool) -> Sequence[Tensor]:
         """Compute the backward, without autocast."""
-        if torch._C._is_any_autocast_enabled():
-            with without_autocast(grad.device.type):
-                return self.backward(grad, y, saved, inputs, need_bias)
-        return self.backward(grad, y, saved, inputs, need_bias)
-
-    def _forward(self, inputs: Any, save: bool, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if weights is None or not self.takes_weights:
-            return self.forward(inputs, save)
-        return self.forward(inputs, save, weights)
+        return call_without_autocast(self.backward, grad, grad, y, saved, inputs, need_bias)
 
 
 class BiasWeights(NamedTuple):
@@ -133,14 +108,16 @@ class Operation:
             first.
         check: raises a ValueError for inputs whose shapes do not match.
         causal: a target sees only the sources up to it.
-        biases: names of the inputs besides q, k, v that have gradients: the position biases.
-        bias_index: returns the entries of the biases that targets (N, 1) read for sources (T,); takes the inputs first.
+        biases: names of the position biases, whose gradients are sums over the batch.
+        differentiable: names of further inputs that have gradients besides q, k, v and the biases. A gradient of any
+            other input is an error.
         empty_saved: allocates from (k, v, save) what the forward keeps for the backward; None if that is nothing.
-        graph: computes it in plain operations, for exporters: `backend='aten'` asks for it.
+        graph: computes it in plain differentiable operations, for transforms of `torch.func`, forward mode and second
+            derivatives, in float64; and for exporters, unless causal: `backend='aten'` asks for it.
         weights: of its bias, if a form takes any.
-        products: returns from inputs with shapes in place of tensors, for FLOPs, how many sources a target weights
-            individually, and whether all others share one sum. All sources and no sum by default, without a bias none
-            and the sum.
+        products: returns from inputs with shapes in place of tensors the multiplications of the forward, for FLOPs: a
+            gradient of the biases repeats the first number, and the gradients of all other inputs together take twice
+            the second and once the first; `flops.mean_products` counts a weighted mean. Without it counting fails.
         reference: computes it term by term, for tests.
         draw: returns the operation's own inputs of a shape, for tests, by name; takes a function that draws a tensor of
             given sizes.
@@ -153,29 +130,14 @@ class Operation:
     check: Callable[[Any], None] = check_qkv
     causal: bool = False
     biases: tuple[str, ...] = ()
-    bias_index: Callable[[Any, Tensor, Tensor], BiasIndex] | None = None
+    differentiable: tuple[str, ...] = ()
     empty_saved: Callable[[Tensor, Tensor, bool], Tensor] | None = empty_denominator
     graph: Callable[..., Tensor] | None = None
     weights: BiasWeights | None = None
-    products: Callable[[Any], tuple[int, bool]] | None = None
+    products: Callable[[Any], tuple[int, int]] | None = None
     reference: Callable[..., Tensor] | None = None
     draw: Callable[[Shape, Callable[..., Tensor]], dict[str, Any]] = lambda shape, draw: {}
     operator: Any = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if self.biases and self.bias_index is None:
-            raise ValueError(
-                f'expected bias_index for {self.name}, got None: forward mode would ignore {self.biases[0]}'
-            )
-
-    def index(self, inputs: Any, target: Tensor, source: Tensor) -> BiasIndex:
-        """Return the entries of the biases that targets (N, 1) read for sources (T,), and the sources that they see."""
-        if self.bias_index is None:
-            entry = torch.zeros_like(source - target)
-            found = BiasIndex(entry, entry.bool())
-        else:
-            found = self.bias_index(inputs, target, source)
-        return found._replace(seen=source <= target) if self.causal else found
 
     @property
     def has_grid(self) -> bool:
@@ -186,10 +148,6 @@ class Operation:
     def flags(self) -> list[str]:
         """Return the names of its boolean inputs."""
         return [name for name, kind in get_type_hints(self.inputs).items() if kind is bool]
-
-    def bias_table(self, biases: Sequence[Tensor]) -> Tensor:
-        """Return the biases of heads next to each other, (h, M); a matrix without a grid is shared, (1, M)."""
-        return torch.cat([x.reshape(len(x) if self.has_grid or x.ndim > 2 else 1, -1) for x in biases], 1)
 
     def key_channels(self, shape: Shape) -> int:
         """Return the channels of k in inputs of a shape."""

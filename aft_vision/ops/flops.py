@@ -1,15 +1,8 @@
 """Floating-point operations of every operator, for `torch.utils.flop_counter` and for fvcore.
 
 The count follows torch's for products and convolutions: two per multiply-add of the paper's algorithm, whichever form
-runs. A target weights the values and keys of `window` sources individually. If all other sources count too
-(AFT Eq. 4, 5, 6), all targets share one sum over e^k v:
-
-    forward  = 2 B T (window (D + h) + D)
-    backward = 2 B T (window (D + h) (1, with a gradient of the bias 2) + 2 D)
-
-Each operation declares its `window`, and whether it has the other terms: AFT-full and AFT-axial have none. As in
-torch's count of a padded convolution and of causal attention, sources beyond the edges and in the future are included.
-Element-wise operations are not: exponentials, divisions, gates.
+runs. Each operation declares its products; `mean_products` counts those of AFT. Element-wise operations are not
+counted: exponentials, divisions, gates.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +14,28 @@ from torch.utils.flop_counter import register_flop_formula
 from aft_vision.ops.declaration import OPERATIONS, Operation
 
 
+def mean_products(inputs: Any, window: int, shares_sum: bool) -> tuple[int, int]:
+    """Count the multiplications of a weighted mean over the sources, for `Operation.products`.
+
+    A target weights the values and keys of `window` sources individually. If all other sources count too
+    (AFT Eq. 4, 5, 6), all targets share one sum over e^k v:
+
+        forward  = 2 B T (window (D + h) + D)
+        backward = 2 B T (window (D + h) (1, with a gradient of the bias 2) + 2 D)
+
+    AFT-full and AFT-axial have no such sum. As in torch's count of a padded convolution and of causal attention,
+    sources beyond the edges and in the future are included.
+
+    Args:
+        inputs: with shapes instead of tensors.
+
+    Returns:
+        The multiplications by weights of single sources, and those of the shared sum.
+    """
+    batch, tokens, dim = inputs.v
+    return batch * tokens * window * (dim + inputs.k[2]), batch * tokens * dim * shares_sum
+
+
 def count_products(operation: Operation, inputs: Sequence[Any]) -> tuple[int, int]:
     """Count the multiplications of an operation's forward.
 
@@ -28,15 +43,17 @@ def count_products(operation: Operation, inputs: Sequence[Any]) -> tuple[int, in
         inputs: its inputs in order, with shapes instead of tensors; more may follow.
 
     Returns:
-        The multiplications by weights of single sources, and those of the sum that all targets share.
+        Those that a gradient of the biases repeats, and all others.
+
+    Raises:
+        ValueError: the operation declares none.
     """
-    named = operation.inputs._make(inputs[: len(operation.inputs._fields)])
-    batch, tokens, dim = named.v
     if operation.products is None:
-        window, has_sum = (tokens, False) if operation.biases else (0, True)
-    else:
-        window, has_sum = operation.products(named)
-    return batch * tokens * window * (dim + named.k[2]), batch * tokens * dim * has_sum
+        raise ValueError(
+            f'{operation.name} declares no floating-point operations: give its Operation `products`, for a mean over '
+            'all sources `products=lambda x: ops.mean_products(x, x.v[1], False)`'
+        )
+    return operation.products(operation.inputs._make(inputs[: len(operation.inputs._fields)]))
 
 
 def jit_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:

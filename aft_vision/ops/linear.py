@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from aft_vision.ops.common.choice import fastest
-from aft_vision.ops.operator import is_ordinary
+from aft_vision.ops.common.ordinary import is_ordinary
 
 # Multiply-adds of a product from which another way than torch's can be the faster one, and those in a graph, where
 # oneDNN's call takes 10 us longer.

@@ -110,26 +110,9 @@ def test_the_measurement_is_one_of_real_numbers_and_draws_none(monkeypatch: pyte
 
 
 WRITES: dict[str, Callable[[nn.Module], object]] = {
-    'in place': lambda model: [p.mul_(1.5) for p in model.parameters()],
     'loaded': lambda model: model.load_state_dict({name: 1.5 * x for name, x in model.state_dict().items()}),
-    'replaced': lambda model: [
-        setattr(each, name, nn.Parameter(1.5 * p))
-        for each in model.modules()
-        for name, p in list(each.named_parameters(recurse=False))
-    ],
     'moved': lambda model: model._apply(lambda x: 1.5 * x if x.is_floating_point() else x),
-    'statistics': lambda model: [x.add_(0.5) for x in model.buffers() if x.is_floating_point()],
-    'trained': lambda model: train(model),
 }
-
-
-@torch.enable_grad()
-def train(model: nn.Module) -> None:
-    # This optimizer writes without a trace, and so does batch normalisation.
-    optimizer = torch.optim.AdamW(model.train().parameters(), 0.1, fused=True)
-    model(randn(4, 16, 16, 16, seed=3).float()).square().mean().backward()
-    optimizer.step()
-    model.eval()
 
 
 def make_convolutions(kind: str) -> nn.Module:
@@ -198,15 +181,10 @@ def test_fused_convolutions_follow_their_parameters(kind: str, write: str):
 
 @needs_onednn
 @pytest.mark.parametrize('kind', KINDS)
-def test_fused_convolutions_train_as_if_they_were_not_fused(kind: str):
-    model, images = make_convolutions(kind).train(), randn(2, 16, 9, 11).float()
-    results = []
-    for each in (model, fuse(model.eval()).train()):
-        each.train()
-        each(images).square().sum().backward()
-        results.append([p.grad for p in each.parameters()])
-    for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y)
+def test_training_fused_convolutions_is_an_error(kind: str):
+    model = fuse(make_convolutions(kind))
+    with pytest.raises(ValueError, match='is fused for inference and cannot be trained'):
+        model.train()
 
 
 @needs_onednn
@@ -257,17 +235,6 @@ def test_a_convolution_adds_a_bias_of_any_strides(make: Callable[[], Tensor]):
 
 
 @needs_onednn
-def test_a_new_parameter_in_the_memory_of_the_old_one_is_packed(onednn: None):
-    layer, x = make_linear(), randn(ROWS, WIDTH).float()
-    with torch.no_grad():
-        for scale in range(1, 9):
-            layer.weight = None
-            layer.weight = nn.Parameter(torch.full((WIDTH, WIDTH), float(scale)))
-            for _ in range(2):
-                assert_close(layer(x), copy.deepcopy(layer).double()(x.double()), 1e-5)
-
-
-@needs_onednn
 @pytest.mark.parametrize('kind', ['edge', 'depthwise', 'linear'])
 def test_layers_made_in_inference_mode_follow_what_is_loaded(onednn: None, kind: str):
     with torch.inference_mode():
@@ -305,7 +272,6 @@ CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
     'few': lambda layer, x: (layer(x[:5]), layer(x[:5])),
     'none': lambda layer, x: layer(x[:0]),
     'strided': lambda layer, x: layer(x.t().contiguous().t()),
-    'training': lambda layer, x: layer.train()(x),
     'double': lambda layer, x: layer.double()(x.double()),
     'gradients': lambda layer, x: torch.enable_grad()(lambda: layer(x).sum().backward())(),
     'vmap': lambda layer, x: torch.func.vmap(layer)(x[None]),
@@ -320,9 +286,6 @@ CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
         torch.nested.nested_tensor([x[:90], x[90:]], layout=torch.jagged)
     ),
     'compiled few': lambda layer, x: compile_eagerly(layer)(x[:5]),
-    'compiled training': lambda layer, x: torch.enable_grad()(
-        lambda: compile_eagerly(layer.train())(x).sum().backward()
-    )(),
 }
 
 

@@ -131,8 +131,11 @@ def test_a_backward_through_the_operator_has_the_same_gradients_as_a_straight_on
     with DispatchWatch():
         watched = torch.autograd.grad(y.sum(), leaves_of(inputs), retain_graph=True)
     through_graph = torch.autograd.grad(y.sum(), leaves_of(inputs), create_graph=True)
-    for each in (watched, through_graph):
-        assert all(map(torch.equal, each, straight))
+    assert all(map(torch.equal, watched, straight))
+    # Computed by the plain graph, which can be differentiated again.
+    for got, expected in zip(through_graph, straight, strict=True):
+        assert got.requires_grad
+        assert_close(got, expected.double(), 1e-5)
 
 
 def test_the_error_of_an_unknown_backend_names_the_forms():
@@ -251,7 +254,7 @@ def test_with_constant_weights_the_fastest_form_runs(
         return form
 
     operation = OPERATIONS[name]
-    monkeypatch.setattr('aft_vision.ops.operator.fastest', fastest)
+    monkeypatch.setattr('aft_vision.ops.constant_bias.fastest', fastest)
     monkeypatch.setattr(operation.operator, 'measured', {})
     heads = sizes.get('heads', 70)
     q, k, v = make_qkv(B=2, T=12, D=70, heads=heads)
@@ -286,8 +289,8 @@ def test_with_constant_weights_the_fastest_form_runs(
 @pytest.mark.cpp
 @pytest.mark.usefixtures('compiled')
 def test_no_more_sizes_are_known_by_heart_than_a_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr('aft_vision.ops.operator.MAX_SIZES', 3)
-    monkeypatch.setattr('aft_vision.ops.operator.fastest', lambda subject, shape, ways: next(iter(ways)))
+    monkeypatch.setattr('aft_vision.ops.constant_bias.MAX_SIZES', 3)
+    monkeypatch.setattr('aft_vision.ops.constant_bias.fastest', lambda subject, shape, ways: next(iter(ways)))
     known: dict[object, object] = {}
     monkeypatch.setattr(CONV, 'measured', known)
     kernel = randn(2, 3, 3).float()
@@ -302,7 +305,7 @@ def test_no_more_sizes_are_known_by_heart_than_a_limit(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures('compiled')
 def test_the_fastest_form_is_measured_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path))
-    monkeypatch.setattr('aft_vision.ops.operator.fastest', choice.fastest)
+    monkeypatch.setattr('aft_vision.ops.constant_bias.fastest', choice.fastest)
     monkeypatch.setattr(CONV, 'measured', {})
     choice.choices_path.cache_clear()
     q, k, v = (x.float() for x in make_qkv(B=2, T=12, D=40, heads=2))

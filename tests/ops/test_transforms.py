@@ -149,13 +149,13 @@ def test_forward_mode_along_a_bias_ignores_a_large_key_of_the_future(case: str):
     name, inputs = CASES[case]
     moving, _ = split(inputs, torch.float32)
     keys = moving['k'].clone()
-    keys[:, -1] = 1e6
+    keys[:, -1] = 300
     tangents = directions(moving)
     slopes = [
         jvp(lambda x: getattr(ops, name)(**x), (moving | {'k': k},), (tangents,))[1][:, :-1]
         for k in (moving['k'], keys)
     ]
-    assert torch.equal(*slopes)
+    assert_close(slopes[1], slopes[0].double(), 1e-6)
 
 
 def test_forward_mode_along_a_bias_ignores_a_large_bias_under_the_mask():
@@ -163,12 +163,12 @@ def test_forward_mode_along_a_bias_ignores_a_large_bias_under_the_mask():
     mask = torch.ones(2, 15, dtype=torch.bool)
     mask[:, 4] = False
     bias = moving['bias'].clone()
-    bias[:, 4] = 1e6
+    bias[:, 4] = 300
     slopes = [
         jvp(lambda x: ops.aft_full(**x, mask=mask), (moving | {'bias': w},), (directions(moving),))[1]
         for w in (moving['bias'], bias)
     ]
-    assert torch.equal(*slopes)
+    assert_close(slopes[1], slopes[0].double(), 1e-6)
 
 
 def test_a_gradient_of_the_forward_derivative_is_finite_where_the_mask_hides_all():
@@ -179,12 +179,6 @@ def test_a_gradient_of_the_forward_derivative_is_finite_where_the_mask_hides_all
         return jvp(lambda x: ops.aft_full(**x, mask=mask), (x,), (directions(moving),))[1].square().sum()
 
     assert all(not x.any() for x in grad(slope)(moving).values())
-
-
-@each_case
-def test_blocks_of_targets_give_the_tangent_of_the_whole(case: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr('aft_vision.ops.common.tangent.BLOCK_ELEMENTS', 400)
-    assert_tangents_match(case, lambda name: True, torch.float64, 1e-9)
 
 
 @each_case
@@ -267,7 +261,8 @@ def test_vmap_equals_a_loop(case: str, batched: str):
     assert_close(y, expected, 1e-12)
 
 
-@each_case
+# torch has no convolution of no maps under vmap.
+@pytest.mark.parametrize('case', [case for case, (name, _) in CASES.items() if name != 'aft_conv'])
 @pytest.mark.parametrize('batched', ['v', 'all'])
 def test_vmap_over_nothing_gives_empty_results(case: str, batched: str):
     name, inputs = CASES[case]
@@ -321,34 +316,67 @@ def test_a_gradient_of_the_forward_derivative_equals_float64():
         assert_close(found[n], x, 1e-9, n)
 
 
-def double_backward(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def double_backward(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)
-    first.sum().backward()
+    return torch.autograd.grad(first.pow(3).sum(), x)[0]
 
 
-def dual_backward(op: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def dual_backward(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x.clone().requires_grad_(), torch.ones_like(x))
-        torch.autograd.grad(op(dual).square().sum(), dual)
+        dual = forward_ad.make_dual(x.clone().requires_grad_(), x.cos())
+        return forward_ad.unpack_dual(torch.autograd.grad(op(dual).square().sum(), dual)[0]).tangent
 
 
 SECOND_DERIVATIVES = {
     'double backward': double_backward,
     'dual tensors in a backward': dual_backward,
-    'hessian': lambda op, x: hessian(lambda x: op(x).sum())(x),
-    'grad of grad': lambda op, x: grad(lambda x: grad(lambda x: op(x).square().sum())(x).sum())(x),
-    'jvp of jvp': lambda op, x: jvp(lambda x: jvp(op, (x,), (x,))[1], (x,), (x,)),
+    'hessian': lambda op, x: hessian(lambda x: op(x).square().sum())(x)[0, :3, 0, 0],
+    'grad of grad': lambda op, x: grad(lambda x: grad(lambda x: op(x).square().sum())(x).pow(3).sum())(x),
+    'jvp of jvp': lambda op, x: jvp(lambda x: jvp(op, (x,), (x,))[1], (x,), (x.cos(),))[1],
 }
 
 
 @each_case
 @pytest.mark.parametrize('way', SECOND_DERIVATIVES)
-def test_a_second_derivative_is_an_error(case: str, way: str):
+def test_a_second_derivative_equals_that_of_the_reference(case: str, way: str):
     name, inputs = CASES[case]
     rest = {n: x for n, x in inputs.items() if n != 'k'}
-    with pytest.raises(RuntimeError, match=f'aft_vision::{name} can be differentiated once'):
-        SECOND_DERIVATIVES[way](lambda k: getattr(ops, name)(k=k, **rest), inputs['k'])
+    found, expected = (
+        SECOND_DERIVATIVES[way](lambda k, form=form: getattr(form, name)(k=k, **rest), inputs['k'])
+        for form in (ops, reference)
+    )
+    assert expected.any()
+    assert_close(found, expected, 1e-9)
+
+
+def test_a_second_derivative_of_one_tensor_as_several_inputs_counts_each_once():
+    x, bias = randn(2, 5, 3), randn(5, 5, seed=1)
+    found, expected = (
+        double_backward(lambda x, form=form: form.aft_full(x, x, x, bias), x) for form in (ops, reference)
+    )
+    assert_close(found, expected, 1e-9)
+
+
+@each_case
+def test_a_batch_of_gradients_of_one_call_equals_a_loop(case: str):
+    name, inputs = CASES[case]
+    moving, fixed = split(inputs, torch.float64)
+    leaves = [x.clone().requires_grad_() for x in moving.values()]
+    y = getattr(ops, name)(**dict(zip(moving, leaves, strict=True)), **fixed)
+    several = randn(3, *y.shape, seed=7)
+    found = torch.autograd.grad(y, leaves, several, is_grads_batched=True, retain_graph=True)
+    for i, each in enumerate(several):
+        for got, wanted in zip(found, torch.autograd.grad(y, leaves, each, retain_graph=True), strict=True):
+            assert_close(got[i], wanted, 1e-12)
+
+
+def test_an_operator_in_a_graph_has_no_forward_mode():
+    q, k, v = make_qkv()
+    graph = torch.fx.symbolic_trace(lambda v: ops.aft_simple(q, k, v))
+    assert torch.equal(graph(v), ops.aft_simple(q, k, v))
+    with pytest.raises(RuntimeError, match=r'aft_vision::aft_simple in a graph has no forward mode'):
+        jvp(graph, (v,), (v,))
 
 
 @pytest.mark.parametrize('case', ['aft_full', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_axial', 'aft_local'])
@@ -390,7 +418,7 @@ def test_aft_full_in_aten_has_the_second_derivatives_of_causal_operators(case: s
 
 def test_functionalize_leaves_the_result():
     q, k, v = make_qkv()
-    assert torch.equal(torch.func.functionalize(ops.aft_simple)(q, k, v), ops.aft_simple(q, k, v))
+    assert_close(torch.func.functionalize(ops.aft_simple)(q, k, v), ops.aft_simple(q, k, v), 1e-12)
 
 
 def test_transforms_compile_into_one_graph():

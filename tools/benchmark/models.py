@@ -81,11 +81,9 @@ def classifier(name: str, shape: Images, device: torch.device, fuses: bool = Tru
     """
 
     def prepare(training: bool) -> Prepared:
-        # Parameters made in inference mode are not packed.
-        with torch.inference_mode(False):
-            model = create(name, shape[2:]).to(device).train(training)
-            if fuses and not training:
-                model = deploy(model)
+        model = create(name, shape[2:]).to(device).train(training)
+        if fuses and not training:
+            model = deploy(model)
         images = draw(*shape).to(device)
         leaves = [each for each in model.parameters() if training]
         return Prepared(lambda: model(images), leaves, [images, *model.buffers()])

@@ -9,7 +9,8 @@ from aft_vision.ops.axial import aten, cpp, eager
 from aft_vision.ops.axial.eager import AxialInputs
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import check_heads
-from aft_vision.ops.declaration import BiasIndex, Form, Operation, Shape, lazy_function
+from aft_vision.ops.declaration import Form, Operation, Shape, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.operator import register, triton_form
 
 
@@ -22,15 +23,6 @@ def check_axial(inputs: AxialInputs) -> None:
         if shape[0] != heads:
             raise ValueError(f'{name} must have the {heads} heads of row_bias, got {shape[0]}')
     check_heads(inputs, heads, 'row_bias')
-
-
-def _index(inputs: AxialInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    # In the table columns follow rows.
-    width, rows, columns = inputs.grid[1], inputs.row_bias.shape[1], inputs.column_bias.shape[1]
-    row = source // width - target // width + rows // 2
-    column = source % width - target % width + columns // 2
-    biased = torch.stack([(row >= 0) & (row < rows), (column >= 0) & (column < columns)])
-    return BiasIndex(torch.stack([row, column + rows]).where(biased, 0), biased)
 
 
 def _draw(shape: Shape, draw: Any) -> dict[str, Any]:
@@ -50,9 +42,8 @@ AXIAL = register(
         ),
         check=check_axial,
         biases=('row_bias', 'column_bias'),
-        bias_index=_index,
         graph=aten.aft_axial,
-        products=lambda x: (sum(x.grid), False),
+        products=lambda x: mean_products(x, sum(x.grid), False),
         reference=lazy_function('reference', 'aft_axial'),
         draw=_draw,
     )

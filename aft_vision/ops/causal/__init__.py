@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from aft_vision.ops.causal import eager, local_cpp, simple_cpp
+from aft_vision.ops.causal import aten, eager, local_cpp, simple_cpp
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import Qkv, check_qkv
-from aft_vision.ops.declaration import BiasIndex, Form, Operation, lazy_function
-from aft_vision.ops.full import check_full, full_index
+from aft_vision.ops.declaration import Form, Operation, lazy_function
+from aft_vision.ops.flops import mean_products
+from aft_vision.ops.full import check_full
 from aft_vision.ops.full.eager import FullInputs
-from aft_vision.ops.local.band import band_index
 from aft_vision.ops.local.eager import LocalInputs
 from aft_vision.ops.operator import register, triton_form
 
@@ -21,11 +21,6 @@ def check_local_causal(inputs: LocalInputs) -> None:
         raise ValueError(f'band must have shape ({v.shape[1]}, s) for a window of s tokens, got {tuple(band.shape)}')
 
 
-def _local_index(inputs: LocalInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    width = inputs.band.shape[1]
-    return BiasIndex(*band_index(width, width - 1, target, source))
-
-
 FULL_CAUSAL = register(
     Operation(
         'aft_full_causal',
@@ -34,7 +29,8 @@ FULL_CAUSAL = register(
         check=check_full,
         causal=True,
         biases=('bias',),
-        bias_index=full_index,
+        products=lambda x: mean_products(x, x.v[1], False),
+        graph=aten.aft_full_causal,
         reference=lazy_function('reference', 'aft_full_causal'),
         draw=lambda shape, draw: {'bias': draw(shape.tokens, shape.tokens)},
     )
@@ -51,8 +47,8 @@ LOCAL_CAUSAL = register(
         check=check_local_causal,
         causal=True,
         biases=('band',),
-        bias_index=_local_index,
-        products=lambda x: (min(x.v[1], x.band[1]), True),
+        products=lambda x: mean_products(x, min(x.v[1], x.band[1]), True),
+        graph=aten.aft_local_causal,
         reference=lazy_function('reference', 'aft_local_causal'),
         draw=lambda shape, draw: {'band': draw(shape.tokens, shape.window)},
     )
@@ -67,6 +63,8 @@ SIMPLE_CAUSAL = register(
             Form('eager', eager.simple_causal_forward, eager.simple_causal_backward),
         ),
         causal=True,
+        products=lambda x: mean_products(x, 0, True),
+        graph=aten.aft_simple_causal,
         reference=lazy_function('reference', 'aft_simple_causal'),
     )
 )

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from aft_vision.ops.common.numerics import accumulate_dtype, gated, masked_values
 
-TINY = 1e-30
+# The smallest denominators. In float64 the squares of their reciprocals, in second derivatives, are finite.
+TINY = {torch.float32: 1e-30, torch.float64: 1e-150}
 
 
 def key_weights(k: Tensor, mask: Tensor | None, grid: tuple[int, int] | None = None) -> Tensor:
@@ -32,7 +33,7 @@ def mix_heads(q: Tensor | None, v: Tensor, y: Tensor) -> Tensor:
 
 def ratio(num: Tensor, den: Tensor) -> Tensor:
     """Return num / den, finite where den has underflowed."""
-    return num / at_least(den, TINY)
+    return num / at_least(den, TINY[den.dtype])
 
 
 def finite(largest: Tensor) -> Tensor:

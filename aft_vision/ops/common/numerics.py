@@ -1,12 +1,14 @@
 """Data types, the gate, the shifted exponentials and parts of a batch, shared by all torch forms."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar('T')
 # A weighted sum of exponentials below this has lost precision by underflow; its row is recomputed by a joint softmax.
 UNDERFLOW = {torch.float32: 1e-30, torch.float64: 1e-290}
 
@@ -16,6 +18,15 @@ def without_autocast(device_type: str) -> AbstractContextManager[None]:
     if device_type != 'meta' and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+def call_without_autocast(function: Callable[..., T], like: Tensor, *args: Any) -> T:
+    """Call a function without autocast on the device of a tensor."""
+    # A context costs as much as a form on a small image.
+    if not (torch.is_autocast_enabled('cpu') or torch.is_autocast_enabled('cuda')):
+        return function(*args)
+    with without_autocast(like.device.type):
+        return function(*args)
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:

@@ -10,7 +10,8 @@ from aft_vision.ops.common.inputs import check_heads
 from aft_vision.ops.conv import aten, cpp, eager, onehot, window
 from aft_vision.ops.conv.eager import ConvInputs
 from aft_vision.ops.conv.onehot import OnehotInputs
-from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, Shape, lazy_function
+from aft_vision.ops.declaration import BiasWeights, Form, Operation, Shape, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.operator import register, triton_form
 
 
@@ -34,20 +35,6 @@ def check_onehot(inputs: OnehotInputs) -> None:
     if tuple(weight.shape) != (heads,):
         raise ValueError(f'weight must have shape ({heads},) to match offset, got {tuple(weight.shape)}')
     check_heads(inputs, heads, 'offset')
-
-
-def _conv_index(inputs: ConvInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    size, width = inputs.kernel.shape[-1], inputs.grid[1]
-    row = source // width - target // width + size // 2
-    column = source % width - target % width + size // 2
-    biased = (row >= 0) & (row < size) & (column >= 0) & (column < size)
-    return BiasIndex((row * size + column).where(biased, 0), biased, None if inputs.global_context else biased)
-
-
-def _onehot_index(inputs: OnehotInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    width, offset = inputs.grid[1], inputs.offset[:, :, None, None]  # (h, 2, 1, 1)
-    row, column = source // width - target // width, source % width - target % width
-    return BiasIndex(torch.zeros_like(row), (row == offset[:, 0]) & (column == offset[:, 1]))
 
 
 def _draw_conv(shape: Shape, draw: Any) -> dict[str, Any]:
@@ -91,7 +78,6 @@ CONV = register(
         ),
         check=check_conv,
         biases=('kernel',),
-        bias_index=_conv_index,
         graph=aten.aft_conv,
         weights=BiasWeights(
             ('h', 's', 's'),
@@ -100,7 +86,7 @@ CONV = register(
             # A grid that the kernel does not exceed: which one is not known.
             lambda kernel, v: ConvInputs(None, v[..., : len(kernel)], v, kernel, kernel.shape[1:]),
         ),
-        products=lambda x: (x.kernel[1] * x.kernel[2], x.global_context),
+        products=lambda x: mean_products(x, x.kernel[1] * x.kernel[2], x.global_context),
         reference=lazy_function('reference', 'aft_conv'),
         draw=_draw_conv,
     )
@@ -116,10 +102,9 @@ ONEHOT = register(
         ),
         check=check_onehot,
         biases=('weight',),
-        bias_index=_onehot_index,
         empty_saved=None,
         graph=aten.aft_onehot,
-        products=lambda x: (1, True),
+        products=lambda x: mean_products(x, 1, True),
         reference=lazy_function('reference', 'aft_onehot'),
         draw=_draw_onehot,
     )

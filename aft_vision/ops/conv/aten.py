@@ -76,7 +76,7 @@ def conv_means(
     num, num_outside = _convolve(weighted, taps.repeat(channels, 1, 1), outside.repeat(channels), grid)
     den, den_outside = _convolve(ek, taps, outside, grid)
     # Where the two cancel, less than the rounding of the sum is no information.
-    least = at_least(torch.finfo(ek.dtype).eps * den_outside, TINY)
+    least = at_least(torch.finfo(ek.dtype).eps * den_outside, TINY[ek.dtype])
     num, den = (num + num_outside).unflatten(2, (channels, heads)), torch.maximum(den + den_outside, least)
     return (num / den.unsqueeze(2)).flatten(2)
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from aft_vision.ops.common import cpp as compiled
 from aft_vision.ops.common.inputs import check_qkv
-from aft_vision.ops.declaration import BiasIndex, BiasWeights, Form, Operation, lazy_function
+from aft_vision.ops.declaration import BiasWeights, Form, Operation, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.full import aten, cpp, eager
 from aft_vision.ops.full.eager import FullInputs
 from aft_vision.ops.operator import register, triton_form
@@ -17,12 +18,6 @@ def check_full(inputs: FullInputs) -> None:
     bias, tokens = inputs.bias, inputs.v.shape[1]
     if bias.shape != (tokens, tokens):
         raise ValueError(f'bias must have shape {(tokens, tokens)} to match v, got {tuple(bias.shape)}')
-
-
-def full_index(inputs: FullInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    """Return the entries of the bias that targets read for sources."""
-    entry = target * len(source) + source
-    return BiasIndex(entry, torch.ones_like(entry, dtype=torch.bool))
 
 
 FULL = register(
@@ -37,11 +32,11 @@ FULL = register(
         ),
         check=check_full,
         biases=('bias',),
-        bias_index=full_index,
         graph=aten.aft_full,
         weights=BiasWeights(
             ('T', 'T'), cpp.bias_weights, cpp.weights_layout, lambda bias, v: FullInputs(None, v, v, bias)
         ),
+        products=lambda x: mean_products(x, x.v[1], False),
         reference=lazy_function('reference', 'aft_full'),
         draw=lambda shape, draw: {'bias': draw(shape.tokens, shape.tokens)},
     )

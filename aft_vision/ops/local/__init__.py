@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from aft_vision.ops.common.inputs import check_qkv
-from aft_vision.ops.declaration import BiasIndex, Form, Operation, lazy_function
+from aft_vision.ops.declaration import Form, Operation, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.local import aten, eager
-from aft_vision.ops.local.band import band_index
 from aft_vision.ops.local.eager import LocalInputs
 from aft_vision.ops.operator import register
 
@@ -20,11 +20,6 @@ def check_local(inputs: LocalInputs) -> None:
         )
 
 
-def _index(inputs: LocalInputs, target: Tensor, source: Tensor) -> BiasIndex:
-    width = inputs.band.shape[1]
-    return BiasIndex(*band_index(width, width // 2, target, source))
-
-
 LOCAL = register(
     Operation(
         'aft_local',
@@ -32,9 +27,8 @@ LOCAL = register(
         forms=(Form('eager', eager.local_forward, eager.local_backward),),
         check=check_local,
         biases=('band',),
-        bias_index=_index,
         graph=aten.aft_local,
-        products=lambda x: (min(x.v[1], x.band[1]), True),
+        products=lambda x: mean_products(x, min(x.v[1], x.band[1]), True),
         reference=lazy_function('reference', 'aft_local'),
         draw=lambda shape, draw: {'band': draw(shape.tokens, 2 * shape.window - 1)},
     )

@@ -21,14 +21,3 @@ def unskew(matrix: Tensor) -> Tensor:
     rows, width = matrix.shape[-2:]
     flat = F.pad(matrix.flatten(-2), (0, rows))
     return flat.unflatten(-1, (rows, width + 1))[..., : width + 1 - rows]
-
-
-def band_index(width: int, own: int, target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the flat entries of a band (T, width) for targets (N, 1) and sources (T,), and where there is one, (N, T).
-
-    Args:
-        own: the place of the target itself in its row of the band.
-    """
-    place = source - target + own
-    biased = (place >= 0) & (place < width)
-    return target * width + place.where(biased, 0), biased

@@ -2,6 +2,7 @@
 
 from aft_vision.ops.common.inputs import Qkv, empty_context
 from aft_vision.ops.declaration import Form, Operation, lazy_function
+from aft_vision.ops.flops import mean_products
 from aft_vision.ops.operator import register, triton_form
 from aft_vision.ops.simple import aten, eager
 
@@ -15,6 +16,7 @@ SIMPLE = register(
         ),
         empty_saved=empty_context,
         graph=aten.aft_simple,
+        products=lambda x: mean_products(x, 0, True),
         reference=lazy_function('reference', 'aft_simple'),
     )
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aft_vision import ops
 from aft_vision.ops import operator
-from aft_vision.ops.common import launch
+from aft_vision.ops.common import launch, ordinary
 from aft_vision.ops.common.capture import is_capturing
 from aft_vision.ops.declaration import OPERATIONS
 
@@ -25,13 +25,12 @@ def single(T: int = 5, D: int = 3, device: str = 'cpu') -> list[Tensor]:
 
 def test_ordinary_tensors_of_another_device_need_no_dispatcher_either(monkeypatch: pytest.MonkeyPatch):
     x = torch.ones(2, device='meta')
-    assert operator._needs_dispatcher((x,))
-    monkeypatch.setattr(operator, 'KINDS', ('cpu', 'meta'))
-    monkeypatch.setattr(operator, '_PLAIN_KINDS', {'cpu'})
-    monkeypatch.setattr(operator, '_PLAIN', {*operator._PLAIN})
-    assert not operator._needs_dispatcher((x,))
-    assert operator._needs_dispatcher((torch._neg_view(x),))
-    assert not operator._needs_dispatcher((torch.ones(2),))
+    assert not ordinary.is_ordinary((x,))
+    monkeypatch.setattr(ordinary, 'KINDS', ('cpu', 'meta'))
+    monkeypatch.setattr(ordinary, '_PLAIN', {})
+    assert ordinary.is_ordinary((x,))
+    assert not ordinary.is_ordinary((torch._neg_view(x),))
+    assert ordinary.is_ordinary((torch.ones(2),))
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch):
