@@ -41,7 +41,6 @@ from aft_vision.files import LAST
 from aft_vision.models.checkpoint import load_model, read_checkpoint
 from aft_vision.resolution import standard_error
 from aft_vision.visualize import new_figure, read_history, save_figure
-from train.command_line import run_command
 
 RESULTS = Path(__file__).resolve().parent
 # Of the models, by the first part of the name of a row or by their mixer.
@@ -679,4 +678,4 @@ def keep_recall(run: Path, args: argparse.Namespace, data: Path) -> None:
 
 
 if __name__ == '__main__':
-    run_command(main)
+    main()
