@@ -19,9 +19,9 @@ FUZZ_ARGS ?=
 GPU_ARGS ?=
 # Names of runtimes, or options, of `make runtimes`
 RUNTIMES ?=
-# A photograph for the packaged weights, which know ten classes of ImageNet: make demo PHOTO=church.jpg
-PHOTO ?=
-WEIGHTS := $(firstword $(patsubst %.safetensors,%,$(notdir $(wildcard aft_vision/weights/*.safetensors))))
+# A photograph for the packaged weights, which know 210 classes of ImageNet
+PHOTO ?= tests/assets/clothing/validation/shoes/5e577f40-dd22-4b40-9827-ce6cae5ac3fd.jpg
+WEIGHTS := aft_pyramid_pico
 # make package EMPTY=1 downloads every dependency of the wheel, of which PyTorch is gigabytes
 EMPTY ?=
 
@@ -105,16 +105,14 @@ timm-suite: $(STAMP)
 runtimes: $(STAMP)
 	$(PY) tests/runtimes/run.py $(RUNTIMES)
 
-# With PHOTO=FILE, its classes by packaged weights, and their keys and attention on a page; then these weights fine-tuned
-# on the embedded photographs of clothing (ten classes), the accuracy at three image sizes, and the report
+# The classes of a photograph (PHOTO=FILE) by packaged weights, and their keys and attention on a page; then these weights
+# fine-tuned on the embedded photographs of clothing (ten classes), the accuracy at three image sizes, and the report
 demo: $(STAMP)
-	$(if $(PHOTO),$(PY) -m tools.predict '$(PHOTO)' --model $(WEIGHTS) --top 3)
-	$(if $(PHOTO),rm -rf runs/demo/photo && mkdir -p runs/demo/photo && cp '$(PHOTO)' runs/demo/photo)
-	$(if $(PHOTO),$(PY) -m tools.report --checkpoint $(WEIGHTS) --images runs/demo/photo --max-images 1 --average-images 16 \
-	--max-heads 8 --out runs/demo/pretrained.html)
-	$(if $(PHOTO),,@echo 'The packaged weights know ten classes of ImageNet, and no embedded photograph shows one: make demo PHOTO=FILE')
-	$(PY) -m train.imagenet --config configs/finetune.yaml data.dir=tests/assets/clothing data.img_size=64 \
-	run.dir=runs/demo run.overwrite=true
+	$(PY) -m tools.predict '$(PHOTO)' --model $(WEIGHTS) --top 3
+	rm -rf runs/demo/photo && mkdir -p runs/demo/photo && cp '$(PHOTO)' runs/demo/photo
+	$(PY) -m tools.report --checkpoint $(WEIGHTS) --images runs/demo/photo --max-images 1 --average-images 16 \
+	--max-heads 8 --out runs/demo/pretrained.html
+	$(PY) -m train.imagenet --config configs/finetune.yaml data.dir=tests/assets/clothing run.dir=runs/demo run.overwrite=true
 	$(PY) -m tools.eval_resolution --checkpoint runs/demo --data tests/assets/clothing --sizes 64 96 128
 	$(PY) -m tools.report --checkpoint runs/demo --only biases
 	$(PY) -m tools.report --checkpoint runs/demo --images tests/assets/clothing/validation
@@ -124,7 +122,7 @@ demo: $(STAMP)
 	@echo '  runs/demo/eval_resolution.png    accuracy at sizes that it was not trained at'
 	@echo '  runs/demo/biases.png             what the position biases have become'
 	@echo '  runs/demo/report.html            these, the keys and the attention of four photographs on a page'
-	$(if $(PHOTO),@echo '  runs/demo/pretrained.html        the keys and the attention of the packaged weights')
+	@echo '  runs/demo/pretrained.html        the keys and the attention of the packaged weights'
 	@echo 'Try next:'
 	@echo '  $(PY) -m train.imagenet --config configs/finetune.yaml run.dir=runs/tuned data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/scratch'

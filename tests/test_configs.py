@@ -209,7 +209,7 @@ def test_the_trainer_accepts_every_published_config_and_the_command_of_a_card_of
     root = ROOT.parent
     cards = list((root / 'aft_vision' / 'weights').glob('*.*.md'))
     named = {root / re.search(r'train\.imagenet --config (\S+) data\.dir=', card.read_text())[1] for card in cards}
-    published = set((root / 'docs' / 'results' / 'data' / 'imagenette').glob('*/config.yaml'))
+    published = set((root / 'docs' / 'results' / 'data').glob('*imagenet*/*_seed*/config.yaml'))
     assert named
     assert named <= published
     for path in published:

@@ -104,7 +104,7 @@ def _split_name(model: Mapping[str, Any], what: str, reserved: Mapping[str, str]
 def refuse_reserved(kwargs: Mapping[str, Any], reserved: Mapping[str, str]) -> None:
     """Raise a ValueError for an argument that something else than the `model` section decides, with the reason."""
     for key in reserved.keys() & kwargs.keys():
-        raise ValueError(f'model.{key} = {kwargs[key]!r} is not for an experiment: {reserved[key]}')
+        raise ValueError(f'model.{key} = {kwargs[key]} is not for an experiment: {reserved[key]}')
 
 
 def check_arguments(

@@ -39,7 +39,7 @@ def test_overrides_win_over_the_file_and_the_file_over_its_base(tmp_path):
 
 
 def test_a_name_is_a_config_of_the_package_unless_a_file_has_it(tmp_path, monkeypatch):
-    assert load_config('finetune').model['name'] == 'aft_conv_nano'
+    assert load_config('finetune').model['name'] == 'aft_pyramid_pico'
     assert load_config('imagenet/aft_conv_small_k11_h384').schedule.epochs == 300
     (tmp_path / 'own.yaml').write_text('base: finetune\nschedule: {epochs: 7}\n')
     found = load_config(tmp_path / 'own.yaml')

@@ -126,7 +126,7 @@ def test_the_file_of_weights_keeps_its_name(key):
         ('data.img_size=[0b1,64]', r'data\.img_size = \[0b1, 64\]: .*Integer'),
         ('optim.lr=fast', r"optim\.lr = 'fast': .*Float"),
         ('run.compile=maybe', r"run\.compile = 'maybe': .*bool"),
-        ('run.amp=bf16', r"run\.amp = 'bf16': .*expected one of \['none', 'bfloat16', 'float16'\]"),
+        ('run.amp=bf16', r"run\.amp = 'bf16': .*expected one of \['none', 'auto', 'bfloat16', 'float16'\]"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_its_key(tmp_path, override, said):
