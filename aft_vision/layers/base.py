@@ -304,6 +304,10 @@ def token_mixers(model: nn.Module) -> list[TokenMixer]:
     return mixers_of(model, TokenMixer)
 
 
+# Its earlier name.
+aft_mixers = token_mixers
+
+
 def undecayed(model: nn.Module, blocks: str = 'blocks.*') -> set[str]:
     """Return patterns of the parameters that the mixers of a model exempt from weight decay."""
     return {f'{blocks}.attn.{name}' for mixer in token_mixers(model) for name in mixer.no_weight_decay()}
