@@ -47,7 +47,7 @@ def test_the_notebook_trains_a_model_and_writes_its_report(tmp_path, monkeypatch
     draw_coarsely(monkeypatch)
     images, experiment = link_photographs(tmp_path / 'images', 6, 2, classes=3), tmp_path / 'small.yaml'
     # A small model, because the report has a picture for each layer and head. The weights are for another one.
-    small = 'model: {depth: 1, embed_dim: 16, num_heads: 2, pretrained: false}'
+    small = 'model: {name: aft_conv_nano, depth: 1, embed_dim: 16, num_heads: 2, pretrained: false}'
     short = 'schedule: {min_updates: 0, warmup_epochs: 0}\nrun: {reset_head: false, throughput_batches: 0}'
     here = 'data: {num_workers: 0}'
     experiment.write_text(f'base: {ROOT / EXPERIMENT}\n{small}\n{short}\n{here}\n')
