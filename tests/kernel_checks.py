@@ -94,7 +94,7 @@ def run_form(form: Form, inputs: Any) -> tuple[Tensor, ...]:
 
 
 def assert_parts_agree(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], types: Types, spread: float) -> None:
-    """What a form found in these types is within their bounds of the same in float64."""
+    """Assert that what a form found in these types is within their bounds of the same in float64."""
     # If weights select one source, gradients of keys and biases are differences of terms as large as the gradients of
     # v.
     floor = 0.0 if spread == 1.0 else float(wanted[3].norm())

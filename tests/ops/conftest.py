@@ -29,6 +29,19 @@ def triton_device(monkeypatch: pytest.MonkeyPatch) -> str:
     return 'cpu'
 
 
+@pytest.fixture(params=['stationary', 'streamed'])
+def longer(request: pytest.FixtureRequest, triton_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the device of kernels of sequences in several pieces, which keep weights in shared memory, or terms."""
+    from aft_vision.ops.conv import triton as conv
+    from aft_vision.ops.full import triton as full
+
+    monkeypatch.setattr(launch, 'WHOLE_INTERPRETED', 64)
+    if request.param == 'streamed':
+        for kernels in (conv, full):
+            monkeypatch.setattr(kernels, 'keeps_weights', lambda: False)
+    return triton_device
+
+
 @pytest.fixture
 def keeper(triton_device: str) -> torch.device:
     """Return the device of the Triton kernels; skip the test if its programs cannot keep the weights of a sequence."""

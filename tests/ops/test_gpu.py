@@ -102,14 +102,14 @@ def step(operate: Callable[..., Tensor], leaves: list[Any]) -> list[Tensor]:
 
 
 def step_compiled(operate: Callable[..., Tensor], leaves: list[Any]) -> list[Tensor]:
-    """The same under torch.compile, whole; on a CPU without generated code, which takes a compiler."""
+    """Compute the same under torch.compile, whole; on a CPU without generated code, which takes a compiler."""
     torch.compiler.reset()
     backend = 'inductor' if leaves[1].is_cuda else 'aot_eager'
     return step(torch.compile(operate, fullgraph=True, dynamic=False, backend=backend), leaves)
 
 
 def step_replayed(operate: Callable[..., Tensor], leaves: list[Any]) -> list[Tensor]:
-    """The same from a CUDA graph, whose results are overwritten before it is replayed."""
+    """Compute the same from a CUDA graph, whose results are overwritten before it is replayed."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

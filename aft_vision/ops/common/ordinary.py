@@ -1,4 +1,4 @@
-"""Whether torch, beyond autograd, sees the operations of a call.
+"""A check of whether torch, beyond autograd, sees the operations of a call.
 
 Private names of torch 2.14 without a public equivalent: the dispatch keys of a tensor, the modes of the dispatcher, the
 level of forward mode, and whether a transform is active.

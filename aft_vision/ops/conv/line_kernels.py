@@ -52,7 +52,7 @@ def lines_kernel(
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, REACH: tl.constexpr, LINES: tl.constexpr, WIDE: tl.constexpr,
     C: tl.constexpr, BC: tl.constexpr, BLOCK: tl.constexpr, REPAIR: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute y, and the denominators if DEN is given. AFTER has room for (programs, blocks, COLUMNS) sums."""
+    """Compute y, and the denominators if DEN is given. AFTER holds (programs, blocks, COLUMNS) sums."""
     BB: tl.constexpr = COLUMNS // BC
     head, b, c = tl.program_id(1).to(tl.int64), tl.arange(0, BB)[None, :, None], tl.arange(0, BC)[None, None, :]
     height, blocks = T // width, tl.cdiv(T // width, LINES)

@@ -85,18 +85,6 @@ def test_only_shifts_on_the_grid_count_for_the_largest_bias(global_context: bool
     assert_matches_reference(conv, reference.aft_conv, inputs, nasty=True, device=triton_device)
 
 
-@pytest.fixture(params=['stationary', 'streamed'])
-def longer(request: pytest.FixtureRequest, triton_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Kernels of whole sequences of several pieces, which keep their weights in shared memory, or the terms."""
-    from aft_vision.ops.common import launch
-    from aft_vision.ops.conv import triton as kernels
-
-    monkeypatch.setattr(launch, 'WHOLE_INTERPRETED', 64)
-    if request.param == 'streamed':
-        monkeypatch.setattr(kernels, 'keeps_weights', lambda: False)
-    return triton_device
-
-
 @pytest.mark.parametrize('global_context', [True, False])
 def test_whole_sequences_of_several_pieces_are_exact(global_context: bool, longer: str):
     # Sequences that a program takes in turn, one of which is masked whole.

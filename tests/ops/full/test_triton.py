@@ -24,18 +24,6 @@ def test_sequences_one_at_a_time_give_the_gradient_that_all_of_them_do(
     assert_matches_reference(full, reference.aft_full, inputs, device=triton_device)
 
 
-@pytest.fixture(params=['stationary', 'streamed'])
-def longer(request: pytest.FixtureRequest, triton_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Kernels of whole sequences of several pieces, which keep their weights in shared memory, or the terms."""
-    from aft_vision.ops.common import launch
-    from aft_vision.ops.full import triton as kernels
-
-    monkeypatch.setattr(launch, 'WHOLE_INTERPRETED', 64)
-    if request.param == 'streamed':
-        monkeypatch.setattr(kernels, 'keeps_weights', lambda: False)
-    return triton_device
-
-
 @pytest.mark.parametrize('masked', [False, True])
 def test_whole_sequences_of_several_pieces_are_exact(masked: bool, longer: str):
     # Two tiles of channels, three sequences that the programs take in turn, and one without a token.
