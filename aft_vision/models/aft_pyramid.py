@@ -197,23 +197,7 @@ class AFTPyramid(nn.Module):
         block_args |= dict(proj_drop=proj_drop_rate, act_layer=get_act_layer(act_layer))
         stage_args = [dict(args, mixer=mixer, query_gate=query_gate) for args in stage_args]
         rates: Any = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
-        stages: list[nn.Module] = []
-        for stage, (width, dim) in enumerate(itertools.pairwise((stem_dim, *dims))):
-            factor = STRIDE // STRIDES[stage]
-            if stage < CONV_STAGES:
-                first, *others = rates[stage]
-                halving = conv(width, dim, stride=2, drop_path_rate=first)
-                blocks = [halving, *(conv(dim, dim, drop_path_rate=rate) for rate in others)]
-                stages.append(ConvStage(blocks, factor))
-                continue
-            blocks = [
-                AttentionBlock(dim, attention_heads(dim), drop_path=rate, **block_args)
-                if place in attention_blocks
-                else AFTBlock(dim, drop_path=rate, **stage_args[stage - CONV_STAGES], **block_args)
-                for place, rate in enumerate(rates[stage], sum(depths[:stage]))
-            ]
-            stages.append(AFTStage(conv(width, dim, stride=2), blocks, factor))
-        self.stages = nn.Sequential(*stages)
+        self.stages = _make_stages((stem_dim, *dims), rates, conv, stage_args, block_args, attention_blocks)
         self.feature_info: list[dict[str, Any]] = [
             dict(num_chs=dim, reduction=2 * stride, module=f'stages.{index}')
             for index, (dim, stride) in enumerate(zip(dims, STRIDES, strict=True))
@@ -381,6 +365,34 @@ def _check_arguments(
     for name, given in (('num_heads', num_heads), ('window_size', window_size)):
         if given is not None and not isinstance(given, int) and len(given) != 2:
             raise ValueError(f'{name} must be one number, or two for the last two stages, got {tuple(given)}')
+
+
+def _make_stages(
+    widths: Sequence[int],
+    rates: Sequence[Sequence[float]],
+    conv: Any,
+    mixer_args: Sequence[Mapping[str, Any]],
+    block_args: Mapping[str, Any],
+    attention_blocks: Sequence[int],
+) -> nn.Sequential:
+    # Of the widths from stage to stage, and the stochastic-depth rates of each stage's blocks.
+    stages: list[nn.Module] = []
+    for stage, (width, dim) in enumerate(itertools.pairwise(widths)):
+        factor = STRIDE // STRIDES[stage]
+        if stage < CONV_STAGES:
+            first, *others = rates[stage]
+            halving = conv(width, dim, stride=2, drop_path_rate=first)
+            blocks = [halving, *(conv(dim, dim, drop_path_rate=rate) for rate in others)]
+            stages.append(ConvStage(blocks, factor))
+            continue
+        blocks = [
+            AttentionBlock(dim, attention_heads(dim), drop_path=rate, **block_args)
+            if index in attention_blocks
+            else AFTBlock(dim, drop_path=rate, **mixer_args[stage - CONV_STAGES], **block_args)
+            for index, rate in enumerate(rates[stage], sum(map(len, rates[:stage])))
+        ]
+        stages.append(AFTStage(conv(width, dim, stride=2), blocks, factor))
+    return nn.Sequential(*stages)
 
 
 def _mixer_arguments(
