@@ -28,6 +28,13 @@ from aft_vision.visualize.photographs import Photograph
 
 HEAT = 'inferno'
 
+# Below the attention of a token.
+ATTENTION_NOTE = (
+    'The softmax over the sources: of key + position bias in AFT, of query times key in a ViT.\n'
+    'Each picture has its own scale, from 0 to its largest weight.\n'
+    'Below each picture: that weight as a multiple of the weight when all tokens count the same.'
+)
+
 
 @torch.no_grad()
 def implicit_attention(inputs: MixerInputs, queries: Sequence[int] | Tensor, heads: Sequence[int] | Tensor) -> Tensor:
@@ -234,9 +241,7 @@ def draw_attention(
     return draw_grid(
         [Block('', layer_rows(chosen, heads, cells))],
         'Attention of the framed token',
-        'The softmax over the sources: of key + position bias in AFT, of query times key in a ViT.\n'
-        'Each picture has its own scale, from 0 to its largest weight.\n'
-        'Below each picture: that weight as a multiple of the weight when all tokens count the same.',
+        ATTENTION_NOTE,
         ('0', 'the largest weight'),
         HEAT,
         aspect=grid[0] / grid[1],
