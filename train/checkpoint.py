@@ -217,7 +217,7 @@ def remove_run(folder: Path) -> None:
 def describe_samples(loader: Any) -> dict[str, Any]:
     """Return the number of training samples, and a digest of the names of their files, as an entry `data`.
 
-    The names are files and their class folders, or of the shards: a data set may move.
+    The names are those of the files with their class folders, or of the shards: a data set may move.
     """
     dataset = getattr(loader, 'dataset', None)
     if isinstance(dataset, WebDataset):

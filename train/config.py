@@ -75,7 +75,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[An
 
 
 def list_optimizers() -> list[str]:
-    """Return the names of timm's optimizers, except of second order: AFT's operators are differentiated once."""
+    """Return the names of timm's optimizers, except second-order ones: the trainer keeps no graph of gradients."""
     names = map(str, timm.optim.list_optimizers())
     return [name for name in names if not timm.optim.get_optimizer_info(name).second_order]
 

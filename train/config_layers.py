@@ -160,7 +160,7 @@ def _names(message: str, key: str) -> bool:
 
 
 def keys_of(layer: Mapping[str, Any], prefix: str = '') -> Iterator[str]:
-    """Yield the keys of a layer, as `section.key`, and inside mappings."""
+    """Yield the keys of a layer, as `section.key`, including those inside mappings."""
     for key, value in layer.items():
         if isinstance(value, Mapping):
             yield from keys_of(value, f'{prefix}{key}.')

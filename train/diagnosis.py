@@ -87,7 +87,8 @@ def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[s
             layers.append(name)
 
     def note_keys(name: str, mixer: TokenMixer, x: torch.Tensor) -> None:
-        low, high = _range(mixer.project_qkv(x)[1])
+        with torch.no_grad():
+            low, high = _range(mixer.project_qkv(x)[1])
         before = keys.get(name, [low, high])
         keys[name] = [min(before[0], low), max(before[1], high)]
 

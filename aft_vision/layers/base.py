@@ -142,7 +142,8 @@ class TokenMixer(nn.Module):
         Returns:
             (h, Q, S), or (1, Q, S) if all channels share a bias; minus infinity if a source has no weight.
         """
-        return torch.zeros(1, len(targets), tokens, device=targets.device)
+        like = next(self.parameters(), torch.empty(0))
+        return like.new_zeros(1, len(targets), tokens, device=targets.device)
 
     @torch.no_grad()
     def freeze(self, grid: tuple[int, int] | None, lowering: str = 'conv') -> nn.Module:

@@ -45,7 +45,7 @@ def check_trainable(module: nn.Module, is_fused: bool, mode: bool) -> None:
     if is_fused and mode:
         raise ValueError(
             f'this {type(module).__name__} is fused for inference and cannot be trained: train the model that '
-            'reparameterize_model copied, or load its state dict into a new one'
+            'reparameterize_model copied, or load its state dict into a new one; eval() makes this one usable again'
         )
 
 

@@ -1,6 +1,8 @@
 """Activations that the backward pass computes again instead of keeping them."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +20,9 @@ class _Kept(NamedTuple):
 
 
 class _Recomputed(NamedTuple):
-    # A layer norm, or a GELU by its approximation, of a tensor that its own gradient keeps too, in the shape of a view.
-    source: _Kept
-    layer: nn.LayerNorm | str
+    # A function of tensors that its own gradient keeps too, in the shape of a view.
+    sources: list[_Kept]
+    function: Callable[..., Tensor]
     shape: torch.Size
 
 
@@ -48,9 +50,13 @@ def recompute_cheap(x: Tensor, normalized: Tensor, norm: nn.Module) -> AbstractC
             node: Any = base.grad_fn
             made_by = '' if node is None else node.name()
             if isinstance(norm, nn.LayerNorm) and base.data_ptr() == address and made_by == 'NativeLayerNormBackward0':
-                return _Recomputed(_keep(x), norm, tensor.shape)
+                # Those of the call: by the backward pass the module may have others.
+                given = [node._saved_input, node._saved_weight, node._saved_bias]
+                function = partial(_normalize, norm.normalized_shape, norm.eps)
+                return _Recomputed([_keep(each) for each in given if each is not None], function, tensor.shape)
             if made_by == 'GeluBackward0':
-                return _Recomputed(_keep(node._saved_self), node._saved_approximate, tensor.shape)
+                function = partial(F.gelu, approximate=node._saved_approximate)
+                return _Recomputed([_keep(node._saved_self)], function, tensor.shape)
         return _keep(tensor)
 
     return saved_tensors_hooks(pack, _unpack)
@@ -61,18 +67,24 @@ def _keep(tensor: Tensor) -> _Kept:
     return _Kept(tensor.detach(), tensor._version)
 
 
-@torch.no_grad()
-def _unpack(packed: _Kept | _Recomputed) -> Tensor:
-    tensor, version = packed if isinstance(packed, _Kept) else packed.source
+def _normalize(
+    shape: Sequence[int], eps: float, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    return F.layer_norm(x, shape, weight, bias, eps)
+
+
+def _read(kept: _Kept) -> Tensor:
     # As torch checks tensors without hooks.
-    if tensor._version != version:
+    if kept.tensor._version != kept.version:
         raise RuntimeError(
             'expected a tensor that the backward pass needs to be unchanged since the forward pass, got one modified '
             'by an inplace operation; modify a copy of it'
         )
+    return kept.tensor
+
+
+@torch.no_grad()
+def _unpack(packed: _Kept | _Recomputed) -> Tensor:
     if isinstance(packed, _Kept):
-        return tensor
-    layer = packed.layer
-    if isinstance(layer, str):
-        return F.gelu(tensor, approximate=layer).view(packed.shape)
-    return F.layer_norm(tensor, layer.normalized_shape, layer.weight, layer.bias, layer.eps).view(packed.shape)
+        return _read(packed)
+    return packed.function(*map(_read, packed.sources)).view(packed.shape)

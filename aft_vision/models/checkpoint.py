@@ -196,7 +196,7 @@ def initialize_model(
         if is_aft and transfer and not weights.of_aft:
             state_dict, report = deit_to_aft(state_dict, model, grid=grid)
             _logger.warning(describe_transfer(report, model))
-        # The filter of an AFT model treats other keys as a ViT's.
+        # The filter of an AFT model takes other keys for those of a ViT.
         elif isinstance(model, AFTVisionTransformer) and state_dict.keys() == own.keys():
             state_dict = checkpoint_filter_fn(state_dict, model, grid)
         elif filter_function is not None and not is_aft:

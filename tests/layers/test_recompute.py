@@ -65,6 +65,35 @@ def test_the_second_derivative_is_that_of_tensors_that_are_kept():
     torch.testing.assert_close(second(block), second(copy.deepcopy(block)), rtol=1e-10, atol=1e-10)
 
 
+def test_the_norm_is_computed_again_as_in_the_call():
+    block, x = make_block(), make_tokens()
+    other = {name: (p * 1.5 + 0.1).detach().requires_grad_() for name, p in block.named_parameters()}
+
+    def of_call(of: AFTBlock) -> list[Tensor]:
+        y = torch.func.functional_call(of, other, (x, (3, 4)))
+        # After the call the module has its own parameters again.
+        return list(torch.autograd.grad(y.pow(2).sum(), [x, *other.values()]))
+
+    plain = copy.deepcopy(block)
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            p.copy_(other[name])
+    torch.testing.assert_close(of_call(block), gradients_of_squares(keep_all(plain), x), rtol=1e-12, atol=1e-12)
+
+    def shift(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        return 2 * inputs[0] + 1
+
+    for each in (block, hooked := copy.deepcopy(block)):
+        each.norm2.register_forward_pre_hook(shift)
+    torch.testing.assert_close(
+        gradients_of_squares(block, x), gradients_of_squares(keep_all(hooked), x), rtol=1e-12, atol=1e-12
+    )
+
+
+def gradients_of_squares(block: nn.Module, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(block(x, (3, 4)).pow(2).sum(), [x, *block.parameters()]))
+
+
 def test_a_block_keeps_neither_the_gelu_nor_the_norm_of_its_mlp():
     block, x, made = make_block(), make_tokens(), {}
     for name, module in (('gelu', block.mlp.act), ('norm', block.norm2)):

@@ -133,7 +133,7 @@ def loader_cost(files: str, *, rounds: int) -> Measurement:
 
 
 def step_cost(*, rounds: int) -> Measurement:
-    """Measure the time of an update by our trainer over a written-out one of timm's task, on one batch."""
+    """Measure the time of an update by our trainer over that of a written-out one of timm's task, on one batch."""
     words = [*STEP.split(), '--rounds', str(rounds), f'run.cpu_threads={torch.get_num_threads()}']
     # The trainer is a program of its own: tools import nothing of it.
     command = [sys.executable, '-m', 'train.throughput', *words]

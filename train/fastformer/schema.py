@@ -149,7 +149,7 @@ class TextRunConfig:
         overwrite: Allow a folder that already holds runs, which are removed.
         resume: `auto` keeps finished seeds, continues an interrupted one from its last checkpoint, and starts the
             others. None starts all.
-        imports: Modules or Python files to import first, such as one with an encoder of yours: of the file, its
+        imports: Modules or Python files to import first, such as one with an encoder of yours: those of the file, its
             base and the command line, where `--import` adds to them.
         seeds: Seeds of the weights, the order of the texts and dropout; one run for each.
         keep: Number of checkpoints to keep: the latest and, with two or more, the best; 1 keeps both if they differ.

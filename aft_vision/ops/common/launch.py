@@ -266,7 +266,7 @@ def whole_length(tokens: int, product: torch.dtype) -> int:
 def keeps_weights() -> bool:
     """Return whether programs of the current GPU can keep the weights of a whole sequence in shared memory.
 
-    Those of data centers from compute capability 9.0 on have the room, and multiply from there.
+    GPUs of data centers have enough from compute capability 9.0 on, and multiply from it.
     """
     from triton.runtime import driver
 
@@ -284,6 +284,8 @@ def known_weights(bias: Tensor, sizes: tuple[Any, ...], make: Callable[[], Tenso
         make: computes them, once.
     """
     if bias.requires_grad or bias.is_inference() or is_capturing():
+        # A fused optimizer writes without a new version.
+        _weights.pop(bias, None)
         return None
     key = bias.data_ptr(), bias._version, sizes
     known, weights = _weights.get(bias, (None, None))

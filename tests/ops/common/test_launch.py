@@ -439,3 +439,24 @@ def test_pieces_of_a_sequence_are_few_powers_of_two_that_hold_it(tokens: int, mo
 )
 def test_programs_share_tiles_evenly(tiles: int, limit: int, expected: int):
     assert launch.programs(tiles, limit) == expected
+
+
+def test_weights_are_known_from_the_second_call_until_a_bias_is_trained():
+    bias, made = torch.zeros(2, 2), []
+
+    def make() -> torch.Tensor:
+        made.append(bias.clone())
+        return made[-1].exp()
+
+    assert launch.known_weights(bias, (4,), make) is None
+    for _ in range(2):
+        torch.testing.assert_close(launch.known_weights(bias, (4,), make), bias.exp())
+    assert len(made) == 1
+    assert launch.known_weights(bias, (5,), make) is None  # for another size
+    # Fused optimizers leave the version as it is, as a write to the data does.
+    bias.requires_grad_()
+    assert launch.known_weights(bias, (5,), make) is None
+    bias.data.fill_(1.0)
+    bias.requires_grad_(False)
+    assert launch.known_weights(bias, (5,), make) is None
+    torch.testing.assert_close(launch.known_weights(bias, (5,), make), bias.exp())
