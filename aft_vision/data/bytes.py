@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aft_vision.data.checksums import damaged
-
 # Training, validation and test part of enwik8 and of text8, in bytes.
 PARTS = (90_000_000, 5_000_000, 5_000_000)
 TEXT8 = b' abcdefghijklmnopqrstuvwxyz'
@@ -73,7 +71,7 @@ def read_bytes(path: Path) -> bytes:
             content = path.read_bytes()
     # RuntimeError: an encrypted archive; NotImplementedError, one of its kind: an unknown compression.
     except (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, RuntimeError) as error:
-        raise damaged(path, error) from error
+        raise ValueError(f'expected a whole file, got {path}: {error}') from error
     if PACKED.match(content):
         raise ValueError(f'expected a text, plain, .zip or .xz, got {path}, which is packed: unpack it')
     expected = MD5.get(path.stem)

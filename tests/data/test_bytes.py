@@ -67,13 +67,12 @@ def test_a_byte_outside_the_vocabulary_is_named_with_its_place(tmp_path):
 
 
 @pytest.mark.parametrize('kind', ['.zip', '.xz'])
-def test_a_damaged_file_is_named_with_its_sum(kind, tmp_path):
+def test_a_damaged_file_is_named(kind, tmp_path):
     path = write(tmp_path, kind)
     content = path.read_bytes()
     for damaged in (content[: len(content) // 2], b'other', content[:200] + b'\xff\x00\xff' + content[203:]):
         path.write_bytes(damaged)
-        found = hashlib.sha256(damaged).hexdigest()
-        with pytest.raises(ValueError, match=rf'text\{kind}: .*its sha256 is {found}'):
+        with pytest.raises(ValueError, match=rf'expected a whole file, got .*text\{kind}: '):
             read_text(path)
 
 
