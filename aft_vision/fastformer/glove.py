@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from aft_vision.fastformer.data.files import read_lines, zip_members
+from aft_vision.fastformer.data.files import read_lines
 
 # Standard deviation of the rows if fewer than two words are found, which have no covariance.
 DEFAULT_STD = 0.02
@@ -38,7 +38,7 @@ def load_glove(
     Args:
         model_or_embedding: Its input embedding is filled, so it needs as many columns as the file has numbers a line.
         tokenizer: Whose words the rows stand for.
-        path: A GloVe text file, or a .zip or .gz of it; of a .zip with several, the file of the embedding's width.
+        path: A GloVe text file, or a .zip or .gz of it.
         seed: Seed of the rows that are drawn.
 
     Raises:
@@ -113,8 +113,7 @@ def _find_embedding(model: PreTrainedModel | nn.Embedding) -> nn.Embedding:
 
 def _split_lines(path: Path, dim: int) -> Iterator[tuple[str, bytes, bytes]]:
     """Stream location, token and numbers of the lines; a token may hold spaces, so lines are split from the right."""
-    member = _choose_member(path, dim) if path.suffix == '.zip' else None
-    for number, line in read_lines(path, member):
+    for number, line in read_lines(path):
         line = line.rstrip(b' \r\n')
         spaces = line.count(b' ')
         if number == 1 and spaces != dim:
@@ -134,12 +133,3 @@ def _parse_vector(location: str, numbers: bytes) -> np.ndarray:
     if not np.isfinite(vector).all():
         raise ValueError(f'{location}: expected finite numbers after the token')
     return vector
-
-
-def _choose_member(path: Path, dim: int) -> str | None:
-    """Find the file of a width in an archive like glove.6B.zip; None where there is but one file."""
-    members = zip_members(path) if path.is_file() else []
-    fitting = [name for name in members if f'.{dim}d.' in name]
-    if len(members) > 1 and len(fitting) != 1:
-        raise ValueError(f'expected one file of {path} to have .{dim}d. in its name, got {", ".join(members)}')
-    return fitting[0] if len(members) > 1 else None

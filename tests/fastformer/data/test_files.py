@@ -4,9 +4,7 @@ import gzip
 import lzma
 import zipfile
 
-import pyarrow
 import pytest
-from pyarrow.parquet import write_table
 
 from aft_vision.fastformer.data.files import read_delimited, read_json, read_lines, read_parquet
 
@@ -150,9 +148,3 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
         list(read_parquet(write(tmp_path, 'x.parquet', b'PAR1 no parquet PAR1'), ['text']))
     with pytest.raises(ValueError, match=r'expected a parquet file, got .*absent\.parquet'):
         list(read_parquet(tmp_path / 'absent.parquet', ['text']))
-
-
-def test_a_parquet_file_with_two_columns_of_one_name_is_named(tmp_path):
-    write_table(pyarrow.table([['a'], [1], [2]], names=['text', 'label', 'label']), tmp_path / 'x.parquet')
-    with pytest.raises(ValueError, match=r'x\.parquet: expected column names that differ, got text, label, label'):
-        list(read_parquet(tmp_path / 'x.parquet', ['text', 'label']))

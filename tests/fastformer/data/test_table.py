@@ -75,22 +75,6 @@ def test_numbers_are_classes_in_the_order_of_numbers():
     assert gather(('a', 'inf'), ('b', '10'), ('c', '2')).features['label'].names == ['10', '2', 'inf']
 
 
-@pytest.mark.parametrize(
-    ('labels', 'message'),
-    [('0 1 0.0', 'got 0 and 0.0'), ('-2.00 -2.0', 'got -2.0 and -2.00'), ('-0.0 0', 'got -0.0 and 0')],
-)
-def test_a_number_written_in_two_ways_is_refused(labels, message):
-    rows = [(label, label) for label in labels.split()]
-    with pytest.raises(ValueError, match=f'expected one spelling of each class, {message}; write'):
-        gather(*rows)
-    assert len(set(gather(*rows, label_names=labels.split())['label'][:])) == len(rows)
-
-
-def test_other_texts_of_numbers_are_classes_of_their_own():
-    names = ['007', '007.0', '1.', '.0', '1.5', '1e3', '+1.0', '-.0', '--1.0', '1.0.0', 'v1.0', '٣.0']
-    assert contents(gather(*((name, name) for name in names))) == [(name, name) for name in names]
-
-
 def test_given_names_set_the_order_and_keep_classes_without_rows():
     dataset = gather(('a', 'x'), ('b', 'z'), label_names=('z', 'y', 'x'))
     assert dataset.features['label'].names == ['z', 'y', 'x']
