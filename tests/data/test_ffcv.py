@@ -2,16 +2,13 @@
 
 import builtins
 import dataclasses
-import gc
 import json
-import multiprocessing
 import os
 import pickle
 import runpy
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -234,29 +231,6 @@ print(len(list(DataLoader(BetonDataset({str(clothing / 'val.beton')!r}), num_wor
     assert done.stdout == '50\n'
 
 
-def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
-    expected = batches(clothing)
-    gc.collect()
-    threads = {*threading.enumerate()}
-    # Loaders of earlier tests may still be in use.
-    others = set(multiprocessing.active_children())
-    loaders = create_loaders(clothing, (32, 32), 50, augment=CROP, evaluation=PLAIN, num_workers=1)
-    for _ in range(2):
-        loaders.set_epoch(0)
-        for batch in loaders.train:
-            assert_same_batches([batch], expected[:1])
-            break
-        # That of the process which waits for the next epoch.
-        assert len({*multiprocessing.active_children()} - others) == 1
-    del loaders
-    gc.collect()
-    # Those that feed the queues end after the loader, by themselves.
-    for thread in {*threading.enumerate()} - threads:
-        thread.join(timeout=30)
-    assert {*threading.enumerate()} <= threads
-    assert {*multiprocessing.active_children()} <= others
-
-
 def test_another_process_maps_the_file_itself(clothing):
     dataset = BetonDataset(clothing / 'train.beton')
     first = dataset[0][0]
@@ -337,22 +311,6 @@ def test_a_file_that_ffcv_wrote_is_read_with_numbers_for_class_names(tmp_path):
 def test_another_number_of_classes_than_the_names_is_rejected(clothing):
     with pytest.raises(ValueError, match=r'expected 10 classes, as in .*train\.json, got 11'):
         BetonDataset(clothing / 'train.beton', num_classes=11)
-
-
-def test_what_is_written_is_checked(tmp_path, monkeypatch):
-    from aft_vision.data.ffcv import writer as ffcv_writer
-
-    class Forgetful(ffcv_writer.MemoryAllocator):
-        def malloc(self, size):
-            place, space = super().malloc(size)
-            # What is written goes elsewhere.
-            return place, np.empty_like(space)
-
-    monkeypatch.setattr(ffcv_writer, 'MemoryAllocator', Forgetful)
-    make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']})
-    with pytest.raises(ValueError, match='expected the image that was written, got another one for image 0 of'):
-        make_beton(tmp_path, tmp_path / 'images')
-    assert not list(tmp_path.glob('*beton*'))
 
 
 def test_a_source_image_that_cannot_be_decoded_ends_the_writing_or_is_left_out(tmp_path):
