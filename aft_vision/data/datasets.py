@@ -111,8 +111,6 @@ class Source:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.on_corrupt_image not in ('raise', 'skip'):
-            raise ValueError(f"on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
         if self.name.lower().startswith('torch/') and not self.dir:
             raise ValueError(f'expected the folder of {self.name}, got none')
         for key in ('input_key', 'target_key', 'download'):

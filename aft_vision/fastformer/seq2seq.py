@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from .cache import FastformerCache
 from .config import FastformerConfig
 from .decoder import FastformerDecoder
-from .modeling import FastformerModel, FastformerPreTrainedModel, require_labels, with_decoder
+from .modeling import FastformerModel, FastformerPreTrainedModel, with_decoder
 
 # The label of a token without a loss, in torch and in transformers.
 IGNORED = -100
@@ -118,12 +118,10 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             num_items_in_batch: Divides the sum of the losses; None: the number of labels that have one.
 
         Raises:
-            ValueError: no target, labels with a cache or of an empty batch, a mask of another shape, a text too long.
+            ValueError: no target, labels with a cache, a mask of another shape, a text too long.
         """
-        if labels is not None:
-            require_labels(labels)
-            if cache is not None:
-                raise ValueError('expected a cache or labels, which are of a whole target, got both')
+        if labels is not None and cache is not None:
+            raise ValueError('expected a cache or labels, which are of a whole target, got both')
         hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if encoder_outputs is None and not (isinstance(cache, FastformerCache) and cache.is_updated):
             more = dict(inputs_embeds=inputs_embeds, output_hidden_states=hidden, output_attentions=output_attentions)

@@ -617,7 +617,6 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
     [
         ({'name': 'torch/mnist'}, 'expected the folder of torch/mnist, got none'),
         ({'dir': 'x', 'input_key': 'jpg'}, r"data\.input_key belongs to a data set of data\.name, got 'jpg'"),
-        ({'dir': 'x', 'on_corrupt_image': 'ignore'}, "must be 'raise' or 'skip', got 'ignore'"),
         ({'dir': 'x', 'num_classes': 0}, 'expected num_classes to be at least 1'),
     ],
 )
