@@ -83,12 +83,7 @@ def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
         (
             '{"text": "a", "summary": "b", "part": "x"}\n',
             {'split': 'test', 'split_column': 'part'},
-            r"expected rows with part = 'test' in .*x\.jsonl, got x",
-        ),
-        (
-            ''.join(f'{{"text": "a", "summary": "b", "part": "{i}{"x" * 99}"}}\n' for i in range(9)),
-            {'split': 'test', 'split_column': 'part'},
-            r"expected rows with part = 'test' in .*, got 0x{39}, 1x{39}, 2x{39}, 3x{39}, 4x{39} and others$",
+            r"expected rows with part = 'test' in .*x\.jsonl, got none",
         ),
     ],
 )
