@@ -314,8 +314,6 @@ class _NamedTransforms(ScheduledTransformDataset):
 
 
 def _eval_loader(split: Split, batch_size: int, shard: Shard, read: _Reading) -> PrefetchLoader | NaFlexPrefetchLoader:
-    if batch_size < 1:
-        raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
     dataset, sizes = split.dataset, (read.preprocessing.size,)
     dataset.transform = dataset.eval_transform(read.preprocessing.size, read.preprocessing.crop_pct)
     if not split.is_stream:

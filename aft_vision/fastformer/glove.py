@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ def load_glove(
     Raises:
         ValueError: the file is damaged or of another width, or the embedding has fewer rows than there are words.
     """
-    embedding = _find_embedding(model_or_embedding)
+    model = model_or_embedding
+    embedding: Any = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
     rows, dim = embedding.weight.shape
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values())
@@ -102,13 +103,6 @@ def glove_matrix(
         covariance = np.cov(known, rowvar=False).reshape(dim, dim)
         matrix[is_drawn] = generator.multivariate_normal(known.mean(axis=0), covariance, drawn, method='eigh')
     return matrix.astype(np.float32), Coverage(len(known), drawn, int(padding is not None))
-
-
-def _find_embedding(model: PreTrainedModel | nn.Embedding) -> nn.Embedding:
-    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
-    if not isinstance(embedding, nn.Embedding):
-        raise ValueError(f'expected a model of transformers or an nn.Embedding, got {type(embedding).__name__}')
-    return embedding
 
 
 def _split_lines(path: Path, dim: int) -> Iterator[tuple[str, bytes, bytes]]:

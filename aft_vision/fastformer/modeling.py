@@ -315,15 +315,6 @@ class FastformerForSequenceClassification(FastformerPreTrainedModel):
             several = labels.is_floating_point() or labels.shape == logits.shape
             chosen = 'multi_label_classification' if several else 'single_label_classification'
             config.problem_type = 'regression' if self.num_labels == 1 else chosen
-        rows, count = logits.shape
-        shapes = [(rows, count)] if config.problem_type == 'multi_label_classification' else [(rows,), (rows, 1)]
-        if config.problem_type == 'regression' and count > 1:
-            shapes = [(rows, count)]
-        if tuple(labels.shape) not in shapes:
-            raise ValueError(
-                f'labels of problem_type {config.problem_type!r} must have shape {" or ".join(map(str, shapes))}, got '
-                f'{tuple(labels.shape)}'
-            )
         single = config.problem_type == 'single_label_classification'
         labels = labels.to(torch.long if single else logits.dtype)
         return self.loss_function(labels=labels, pooled_logits=logits, config=config)

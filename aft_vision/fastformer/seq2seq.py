@@ -12,6 +12,7 @@ from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
+from transformers.models.bart.modeling_bart import shift_tokens_right
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
@@ -67,19 +68,8 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         self.encoder.set_input_embeddings(value)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Shift the labels (B, N) to the right, after the start token; labels without a loss become padding.
-
-        Raises:
-            ValueError: the config has no start token, or no padding token.
-        """
-        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
-        if start is None or pad is None:
-            raise ValueError(
-                'labels need config.decoder_start_token_id and config.pad_token_id to make decoder_input_ids from, '
-                f'got {start} and {pad}'
-            )
-        shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], 1)
-        return shifted.masked_fill(shifted == IGNORED, pad)
+        """Shift the labels (B, N) to the right, after the start token; labels without a loss become padding."""
+        return shift_tokens_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
 
     @can_return_tuple
     @deprecate_kwarg('past_key_values', '5.40.0', new_name='cache')

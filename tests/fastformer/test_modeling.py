@@ -399,8 +399,6 @@ def test_an_unknown_encoder_is_refused():
         (dict(input_ids=make_ids(1, 3), inputs_embeds=randn(1, 3, 8).float()), 'either input_ids or inputs_embeds'),
         (dict(input_ids=make_ids(2, 3), attention_mask=torch.ones(2, 4)), r'shape \(2, 3\).*got \(2, 4\)'),
         (dict(input_ids=make_ids(1, 41)), 'may have 40 tokens'),
-        (dict(input_ids=make_ids(2, 3), labels=torch.ones(2, 3).long()), r"'single_label.*\(2,\) or.*got \(2, 3\)"),
-        (dict(input_ids=make_ids(2, 3), labels=torch.ones(2)), r"'multi_label.*shape \(2, 2\), got \(2,\)"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(arguments: dict[str, Tensor], message: str):

@@ -349,11 +349,6 @@ def test_targets_that_do_not_fit_are_refused(arguments: dict[str, Tensor], messa
         make_model()(**make_sources(), **arguments)
 
 
-def test_labels_need_a_start_and_a_padding_token():
-    with pytest.raises(ValueError, match=r'pad_token_id.*got 1 and None'):
-        make_model(pad_token_id=None).prepare_decoder_input_ids_from_labels(make_ids(1, 2))
-
-
 def test_what_cannot_be_kept_or_dropped_is_refused():
     model = make_model()
     other = EncoderDecoderCache(DynamicCache(), DynamicCache())

@@ -1,6 +1,6 @@
 """Text classification (Fastformer Table 4)."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,7 +19,6 @@ from transformers import (
 
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
-from train.config_layers import as_yaml
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.texts import TableData, read_own_and_drawn
@@ -150,13 +149,6 @@ def read_splits(data: ClassificationData) -> DatasetDict:
         try:
             return split_dataset(train, data.split_seed, shares, rare_to_first=True)
         except ValueError as error:
-            raise ValueError(f'{data.path}: {error}; see {_name_division(data, shares)}') from error
+            raise ValueError(f'{data.path}: {error}') from error
 
     return read_own_and_drawn(data, read, divide)
-
-
-def _name_division(data: ClassificationData, drawn: Collection[str]) -> str:
-    """Return the keys that decide which texts the drawn splits get, with their values."""
-    keys = ['label_column'] if data.kind in data.kinds_of_key['label_column'] else []
-    keys += [key for split, key in (('test', 'test_share'), ('validation', 'valid_share')) if split in drawn]
-    return ', '.join(f'data.{key}={as_yaml(getattr(data, key))}' for key in keys)

@@ -24,6 +24,7 @@ from ffcv.writer import MIN_PAGE_SIZE, DatasetWriter
 from aft_vision.data.checked import CheckedDataset
 from aft_vision.data.datasets import Split
 from aft_vision.data.images import CorruptImageError
+from aft_vision.data.ranges import check_ranges, within
 from aft_vision.data.sampling import SAMPLE, derive_seed
 from aft_vision.files import replacing
 
@@ -37,25 +38,18 @@ class BetonOptions:
 
     Attributes:
         max_resolution: Longest side in pixels; larger images are resized (OpenCV's INTER_AREA). None keeps all sizes.
-        jpeg_quality: In [1, 100].
+        jpeg_quality: Of JPEG.
         raw_share: Fraction of the images, drawn at random, to store as pixels: faster to read, but larger.
-        seed: Seed of that draw, in [0, 2**32).
+        seed: Seed of that draw.
     """
 
-    max_resolution: int | None = None
-    jpeg_quality: int = 90
-    raw_share: float = 0.0
-    seed: int = 0
+    max_resolution: int | None = within(f'[1, {MAX_SIDE}]', None)
+    jpeg_quality: int = within('[1, 100]', 90)
+    raw_share: float = within('[0, 1]', 0.0)
+    seed: int = within('[0, 4294967296)', 0)
 
     def __post_init__(self) -> None:
-        if self.max_resolution is not None and not 1 <= self.max_resolution <= MAX_SIDE:
-            raise ValueError(f'expected max_resolution to be from 1 to {MAX_SIDE}, got {self.max_resolution}')
-        if not 1 <= self.jpeg_quality <= 100:
-            raise ValueError(f'expected jpeg_quality to be in [1, 100], got {self.jpeg_quality}')
-        if not 0 <= self.raw_share <= 1:
-            raise ValueError(f'expected raw_share to be in [0, 1], got {self.raw_share}')
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f'expected seed to be in [0, 2**32), got {self.seed}')
+        check_ranges(self)
 
     @property
     def page_size(self) -> int:

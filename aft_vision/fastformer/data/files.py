@@ -139,14 +139,10 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
         raise ValueError(f'expected a parquet file, got {path}: {error}') from error
 
 
-class MissingColumnsError(ValueError):
-    """An error of a row that lacks a column."""
-
-
-def missing_columns(location: str, expected: Sequence[str], got: Sequence[str]) -> MissingColumnsError:
+def missing_columns(location: str, expected: Sequence[str], got: Sequence[str]) -> ValueError:
     """Build the error for a row without a column."""
     listed = ', '.join(got) or 'none'
-    return MissingColumnsError(f'{location}: expected the columns {", ".join(expected):.200}, got {listed:.200}')
+    return ValueError(f'{location}: expected the columns {", ".join(expected):.200}, got {listed:.200}')
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -175,13 +171,9 @@ def _as_record(location: str, value: Any) -> Record:
 
 def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) -> Iterator[tuple[int, list[str]]]:
     """Stream the rows that are not empty with the numbers of the lines where they begin."""
-    if not quoted:
-        for number, line in read_text_lines(path, encoding):
-            if line.strip() or delimiter in line:
-                yield number, line.rstrip('\r\n').split(delimiter)
-        return
     lines = (line for _, line in read_text_lines(path, encoding))
-    reader, number = csv.reader(lines, delimiter=delimiter, strict=True), 1
+    quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+    reader, number = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True), 1
     while True:
         # The limit is one of the process, in which other readers may be open.
         limit = csv.field_size_limit(MAX_FIELD_SIZE)
