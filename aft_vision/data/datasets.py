@@ -497,14 +497,9 @@ def _check_targets(split: Split, source: Source, name: str) -> None:
     wrong = [i for i, label in enumerate(labels) if not (isinstance(label, int) and 0 <= label < count)]
     if not wrong:
         return
-    wrong_label, remedy = labels[wrong[0]], ''
-    if wrong_label == count and min(labels) == 1:
-        remedy = f'; data.num_classes={count + 1} reads labels that begin at 1'
-    elif wrong_label == -1:
-        remedy = '; a split without labels cannot be used: data.eval_split names another, data.val_share=0.1 holds out'
     raise ValueError(
-        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {wrong_label!r} for image '
-        f'{wrong[0]}{remedy}'
+        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {labels[wrong[0]]!r} for '
+        f'image {wrong[0]}'
     )
 
 

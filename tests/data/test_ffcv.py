@@ -22,8 +22,6 @@ from aft_vision.data import (
     CorruptImageError,
     NativeShape,
     Preprocessing,
-    Shard,
-    SizeSchedule,
     Source,
     create_eval_loader,
     create_loaders,
@@ -147,20 +145,6 @@ def test_an_evaluation_crop_without_a_change_of_size_is_exact():
 
 def test_the_number_of_processes_does_not_change_the_images(clothing):
     assert_same_batches(batches(clothing, workers=2), batches(clothing))
-
-
-def test_images_are_repeated_with_other_changes(clothing):
-    images, targets = batches(clothing, augment=dataclasses.replace(CROP, repeats=2))[0]
-    assert targets[::2].tolist() == targets[1::2].tolist()
-    assert (images[::2] - images[1::2]).abs().mean(dim=(1, 2, 3)).min() > 0
-
-
-def test_updates_have_the_sizes_of_the_schedule(clothing):
-    # A size may come twice.
-    sizes = SizeSchedule(((16, 16), (24, 32), (16, 16)))
-    options = dict(sizes=sizes, shard=Shard(accumulate=10))
-    shapes = {tuple(images.shape) for epoch in range(3) for images, _ in batches(clothing, epoch=epoch, **options)}
-    assert shapes == {(5, 3, 16, 16), (5, 3, 24, 32)}
 
 
 def test_writing_gives_the_same_bytes_with_more_processes(photographs, tmp_path, clothing):
