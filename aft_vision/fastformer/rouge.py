@@ -30,12 +30,7 @@ def lead(text: str, sentences: int = 3) -> str:
     """Return the first sentences of a text, one per line: lead-3, a strong baseline for news.
 
     An end of a line ends a sentence.
-
-    Raises:
-        ValueError: sentences is below 1.
     """
-    if sentences < 1:
-        raise ValueError(f'sentences must be at least 1, got {sentences}')
     first: list[str] = []
     for line in text.splitlines():
         first += split_sentences(line)

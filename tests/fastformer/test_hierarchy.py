@@ -132,11 +132,6 @@ def test_a_language_model_encodes_texts(as_dict: bool):
     assert_close(got[2], encoder.projection(scores.softmax(0) @ states), 1e-10)
 
 
-def test_a_language_model_without_its_type_is_an_error():
-    with pytest.raises(ValueError, match='text_config must have a model_type, such as bert, got hidden_size'):
-        make_config(text_config={'hidden_size': 8})
-
-
 LANGUAGE_MODELS = [
     T5Config(vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2),
     BartConfig(

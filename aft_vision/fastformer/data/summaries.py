@@ -93,10 +93,8 @@ def collect_summaries(
         options: `sample` and `seed`, as `table.draw_complete` takes them.
 
     Raises:
-        ValueError: as `table.draw_complete`, or a text is no text or blank, or skip_lines is below 0.
+        ValueError: as `table.draw_complete`, or a text is no text or blank.
     """
-    if skip_lines < 0:
-        raise ValueError(f'skip_lines must be at least 0, got {skip_lines}')
 
     def as_row(location: str, values: Mapping[str, Any]) -> tuple[str, str] | None:
         content = _without_lines(join_texts(location, values, text), skip_lines)

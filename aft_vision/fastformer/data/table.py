@@ -282,15 +282,10 @@ def draw_rows(rows: Iterable[Row], count: int | None, seed: int) -> list[Row]:
     """Draw rows at random, each subset equally likely, while they stream past (reservoir sampling).
 
     Args:
-        count: How many; None, or more than there are, for all.
-
-    Raises:
-        ValueError: it is below 1.
+        count: How many, at least 1; None, or more than there are, for all.
     """
     if count is None:
         return list(rows)
-    if count < 1:
-        raise ValueError(f'sample must be at least 1, got {count}')
     generator = random.Random(seed)
     kept: list[tuple[int, Row]] = []
     for number, row in enumerate(rows):
@@ -310,8 +305,6 @@ def _with_names(records: Iterable[Record], label: str, names: Sequence[str]) -> 
 def _name_by_value(label_names: LabelNames | None) -> dict[str, str] | None:
     if label_names is None:
         return None
-    if isinstance(label_names, str) or len(label_names) == 0:
-        raise ValueError(f'expected the names of the classes, got {label_names!r}')
     if not isinstance(label_names, Mapping):
         label_names = {name: name for name in label_names}
     return {as_label(value) or '': name for value, name in label_names.items()}

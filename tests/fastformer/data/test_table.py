@@ -102,8 +102,6 @@ def test_label_maps_are_what_a_configuration_takes():
         ([('a', float('nan'))], {}, "line 1, column 'label': expected a label, got nan"),
         ([('a', ['x'])], {}, "line 1, column 'label': expected a label, got"),
         ([], {}, 'expected complete rows of the columns text, label, got none'),
-        ([('a', 'x')], {'sample': 0}, 'sample must be at least 1, got 0'),
-        ([('a', 'x')], {'label_names': ()}, r'expected the names of the classes, got \(\)'),
     ],
 )
 def test_a_row_of_another_kind_is_named(rows, options, message):
