@@ -58,7 +58,7 @@ def load_glove(
     with torch.no_grad():
         embedding.weight.copy_(torch.from_numpy(matrix))
     # transformers.initialization reads it: without it, a later post_init() would initialise the rows again.
-    embedding.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    embedding.weight._is_hf_initialized = True
     return coverage
 
 

@@ -69,7 +69,8 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Shift the labels (B, N) to the right, after the start token; labels without a loss become padding."""
-        return shift_tokens_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
+        config: Any = self.config
+        return shift_tokens_right(labels, config.pad_token_id, config.decoder_start_token_id)
 
     @can_return_tuple
     @deprecate_kwarg('past_key_values', '5.40.0', new_name='cache')
