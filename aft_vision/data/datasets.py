@@ -436,8 +436,7 @@ def _read_members(path: Path) -> dict[str, tarfile.TarInfo]:
 def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: bool) -> Split:
     """Open a data set of timm's readers; map-style image data sets also name damaged images."""
     if not source.name.lower().startswith(NAMED):
-        more = '; hfds/ downloads the same data set' if source.name.lower().startswith('hfids/') else ''
-        raise ValueError(f'the name of a data set must begin with one of {", ".join(NAMED)}, got {source.name!r}{more}')
+        raise ValueError(f'the name of a data set must begin with one of {", ".join(NAMED)}, got {source.name!r}')
     name = wanted[0] if len(wanted) == 1 else 'validation'
     # timm treats any other name as the test split.
     if source.name.lower().startswith('torch/') and name not in TORCH_SPLITS:

@@ -41,7 +41,7 @@ def ranking_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> d
         sizes: (I,), how many candidates each impression has; they sum to n.
 
     Raises:
-        ValueError: shapes that do not fit, a score that is NaN, another label, or no impression with both labels.
+        ValueError: shapes that do not fit, a score that is NaN, or no impression with both labels.
     """
     data = _check(scores, labels, sizes)
     clicked = data.sum(data.labels)
@@ -104,6 +104,4 @@ def _check(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> _Impressio
         )
     if np.isnan(scores).any():
         raise ValueError(f'expected scores that are numbers, got NaN at {int(np.flatnonzero(np.isnan(scores))[0])}')
-    if not np.isin(labels, (0, 1)).all():
-        raise ValueError(f'expected labels 0 and 1, got {sorted(set(labels.tolist()) - {0, 1})[0]:g}')
     return _Impressions(scores, labels, np.repeat(np.arange(len(sizes)), sizes), sizes)

@@ -50,11 +50,6 @@ def test_erasing_puts_normal_noise_in_a_rectangle_of_every_image():
     assert torch.equal(targets, make_batch()[1])
 
 
-def test_an_odd_batch_cannot_be_mixed():
-    with pytest.raises(ValueError, match=r'even size, .* got 7'):
-        BatchAugmentation(only(mixup=0.8), 5, 0.0)(*make_batch(7))
-
-
 def test_no_mix_probability_means_no_mixing():
     assert not only(mixup=0.8, mix_prob=0.0).mixes
     assert only(mixup=0.8).mixes

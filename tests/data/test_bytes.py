@@ -1,6 +1,5 @@
 import bz2
 import gzip
-import hashlib
 import lzma
 import os
 import zipfile
@@ -74,19 +73,6 @@ def test_a_damaged_file_is_named(kind, tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf'expected a whole file, got .*text\{kind}: '):
             read_text(path)
-
-
-@pytest.mark.parametrize('kind', ['', '.zip'])
-def test_a_file_with_the_name_and_length_of_enwik8_must_be_it(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, 'PARTS', (400, 56, 56))
-    path = write(tmp_path, kind, name='enwik8')
-    found = hashlib.md5(CONTENT).hexdigest()
-    with pytest.raises(
-        ValueError, match=rf'whose md5 is a1fa5ffddb56f4953e226637dabbb36a, got one with the md5 {found}'
-    ):
-        read_text(path)
-    monkeypatch.setattr(texts, 'MD5', {'enwik8': found})
-    assert len(read_text(path).train) == 400
 
 
 def test_an_archive_of_several_files_must_have_one_of_its_own_name(tmp_path):
