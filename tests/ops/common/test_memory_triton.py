@@ -139,7 +139,7 @@ def test_the_checker_finds_a_wrong_access(body: Callable[..., None], words: str,
 def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: str, spread: float, checker: Checker):
     # Tokens that fill more than one tile and not the next.
     grid, channels = {
-        **{'conv': ((5, 7), 2), 'onehot': ((3, 7), 2), 'axial': ((3, 7), 2), 'local_causal': ((5, 7), 1)},
+        **{'conv': ((5, 7), 2), 'axial': ((3, 7), 2), 'local_causal': ((5, 7), 1)},
         **{'full whole': ((3, 5), 1), 'conv whole': ((3, 5), 4), 'conv lines': ((5, 7), 4), 'conv direct': ((5, 2), 1)},
     }.get(name, ((3, 7), 1))
     operation, kernels = find_operation(name.split()[0])
