@@ -90,6 +90,8 @@ def test_kernels_of_another_layout_are_not_used(
     [
         ('CXX', 'no-such-compiler', 'expected a C++ compiler, got none by the name of no-such-compiler'),
         ('CXX', 'false', 'false failed'),
+        ('CXX', '"g++', 'expected CXX to be a command'),
+        ('CXX', ' ', 'expected a C++ compiler'),
         ('TORCH_EXTENSIONS_DIR', '/dev/null', 'Not a directory'),
     ],
 )

@@ -23,7 +23,6 @@ from helpers import (
     assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
-    assert_passes_opcheck,
     change,
     kernels_run,
     make_inputs,
@@ -422,22 +421,6 @@ def test_biases_that_are_apart_in_memory_equal_float64(form: str, name: str, siz
         lambda f=f, **x: f(**{n: apart(n, y) for n, y in x.items()}) for f in (op(form, name), getattr(reference, name))
     ]
     assert_matches_reference(*forms, make_inputs(name, *sizes), device=device)
-
-
-@rows(
-    'form, name, sizes',
-    [
-        ('cpp', 'aft_conv', ((5, 6), 66, 5)),
-        ('cpp', 'aft_axial', ((5, 6), 66, (5, 6), 11)),
-        ('cpp', 'aft_simple_causal', (12, 9)),
-        ('triton', 'aft_simple', (3, 2, 0, None, 1)),
-        ('triton', 'aft_conv', ((2, 3), 3, 3, 1)),
-        ('triton', 'aft_axial', ((1, 2), 1, (1, 2))),
-        ('triton', 'aft_local_causal', (9, 3, 4, None, 1)),
-    ],
-)
-def test_it_passes_torch_opcheck(form: str, name: str, sizes: Sizes, device: str):
-    assert_passes_opcheck(name, make_inputs(name, *sizes), form.split()[0], device)
 
 
 def both(forward: str, backward: str | None = None) -> set[str]:
