@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from fuzz import BACKENDS, PAIRS, Wrong, command, main, reproduce, search
+from fuzz import BACKENDS, PAIRS, Case, Wrong, command, main, reproduce, search
 
 from aft_vision import ops
 
@@ -44,7 +44,8 @@ def test_a_planted_mistake_is_found_made_small_and_printed_as_a_command(monkeypa
     plant(monkeypatch, 'aft_simple')
     assert main(['--seconds', '0', '--operator', 'aft_simple', '--backend', 'eager']) == 1
     lines = capsys.readouterr().out.splitlines()
-    case = eval(next(line for line in lines if 'reproduce(' in line).split('reproduce(')[1].removesuffix(')"'))
+    line = next(line for line in lines if 'reproduce(' in line)
+    case = eval(line.split('reproduce(')[1].removesuffix(')"'), {'Case': Case})
     assert case.tokens <= 16
     with pytest.raises(Wrong):
         reproduce(case)
