@@ -56,13 +56,11 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
         ValueError: `root` is missing, not a directory or empty, or has none of the splits.
     """
     root = Path(root)
-    if not root.is_dir():
+    entries = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    if not entries:
         raise ValueError(
             f'expected a data set directory with the folders train and val, or a tar file, got {root}, which is not one'
         )
-    entries = sorted(path.name for path in root.iterdir())
-    if not entries:
-        raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
     for name in wanted:
         present = find_present(root, name, suffixes)
         if present:

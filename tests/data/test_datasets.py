@@ -488,7 +488,7 @@ def layout(root: Path, *names: str) -> None:
     ('paths', 'message'),
     [
         ([], 'images, which is not one'),
-        (['./'], 'which is empty'),
+        (['./'], 'images, which is not one'),
         (
             ['train/a/0.png', 'extra/a/0.png'],
             r'folder, .tar or .beton file val or validation or valid or test or testing .* only extra, tr',

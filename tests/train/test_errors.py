@@ -48,7 +48,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
     ('config', 'arguments', 'said'),
     [
         ('one_epoch', 'data.dir=/nowhere', 'got /nowhere'),
-        ('one_epoch', 'data.dir=FOLDER', 'FOLDER, which is empty'),
+        ('one_epoch', 'data.dir=FOLDER', 'FOLDER, which is not one'),
         ('one_epoch', 'data.dir=TEXT', 'got TEXT'),
         ('one_epoch', 'data.dir=UNDIVIDED', 'got only shoes; data.val_share=0.1 holds out a tenth'),
         ('one_epoch', 'optim.args=[1]', 'command line: optim.args = [1]: '),
