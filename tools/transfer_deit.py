@@ -39,11 +39,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument('--size', type=parse_size, help="a side in pixels, or HEIGHTxWIDTH (default: the model's own)")
     parser.add_argument('--num-classes', type=parse_count, metavar='N', help='classes (default: those of the source)')
-    parser.add_argument(
-        '--copy-qk',
-        action='store_true',
-        help='also copy queries and keys if the shapes allow it; not in the paper',
-    )
     parser.add_argument('--seed', type=int, default=0, help='seed of tensors that the source lacks (default: 0)')
     add_license(parser)
     parser.add_argument('--out', type=Path, required=True, help='folder to write')
@@ -79,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     check_out(args.out, Path(args.source))
     source = load_source(args.source)
     model = create_target(args, source)
-    state_dict, report = deit_to_aft(source.state_dict, model, copy_qk=args.copy_qk, grid=source.grid)
+    state_dict, report = deit_to_aft(source.state_dict, model, grid=source.grid)
     model.load_state_dict(state_dict)
     rows = summarize_transfer(report, model)
     print_table(rows, report, model)

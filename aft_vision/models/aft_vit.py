@@ -172,26 +172,6 @@ class AFTVisionTransformer(VisionTransformer):
         for mixer in token_mixers(self):
             mixer.set_grid(self.patch_embed.grid_size)
 
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Remove the blocks after the last chosen one, as timm does, and record it for an export.
-
-        Returns:
-            The indices of the chosen blocks.
-        """
-        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        # timm keeps them for a model that it has built.
-        arguments = getattr(self, '_model_args', None)
-        if arguments is not None:
-            depth = len(self.blocks)
-            kept = [index for index in arguments.get('attention_blocks') or () if index < depth]
-            self._model_args = {**arguments, 'depth': depth, 'attention_blocks': kept}
-            if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
-                self._model_args['final_norm'] = False
-        return taken
-
     def _embed(self, x: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, tuple[int, int] | None, Tensor | None]:
         # Tokens (B, T, C), their grid where the blocks need it, and their mask (B, T).
         if attn_mask is not None and self.training and self.drops_patches:

@@ -17,7 +17,7 @@ from aft_vision.layers import token_mixers
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.decoders import DECODERS
 from aft_vision.models.deit_transfer import deit_to_aft
-from aft_vision.models.state_dict import StateDictError, check_state_dict
+from aft_vision.models.state_dict import StateDictError, load_matching_state_dict
 from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import build_model, find_stated_grid, load_folder, set_license
 from aft_vision.models.weight_files import load_torch_file
@@ -145,19 +145,6 @@ def read_pretrained_cfg(checkpoint: str | Path) -> dict[str, Any]:
     content = {} if is_name else read_checkpoint(path)
     known = timm.get_pretrained_cfg(content.get('model_name', str(checkpoint))) or PretrainedCfg()
     return {**known.to_dict(), **_recorded_cfg(content)}
-
-
-def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:
-    """Load weights that must match exactly.
-
-    Raises:
-        ValueError: names or shapes differ; the message lists the first differing keys of each kind.
-    """
-    try:
-        check_state_dict(model, state_dict)
-    except StateDictError as error:
-        raise ValueError(f'{source}: {error}') from error
-    model.load_state_dict(state_dict)
 
 
 def initialize_model(

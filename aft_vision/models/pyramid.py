@@ -56,8 +56,7 @@ class SimpleFeaturePyramid(nn.Module):
     ) -> None:
         super().__init__()
         reduction, channels = _describe_single(backbone)
-        ascending = list(strides) == sorted(set(strides))
-        if not strides or not ascending or not all(map(_is_power_of_two, strides)):
+        if not strides or list(strides) != sorted(set(strides)) or not all(map(_is_power_of_two, strides)):
             raise ValueError(f'strides must be ascending powers of two, got {tuple(strides)}')
         self.backbone = backbone
         self.out_channels = out_channels
@@ -97,7 +96,7 @@ class SimpleFeaturePyramid(nn.Module):
             )
         else:
             raise ValueError(f'attn_mask needs an AFT backbone, got a {type(backbone).__name__}')
-        return _as_nchw(backbone, features)
+        return features.permute(0, 3, 1, 2) if getattr(backbone, 'output_fmt', None) == Format.NHWC else features
 
 
 def create_pyramid(
@@ -157,27 +156,16 @@ def _is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def _as_nchw(backbone: nn.Module, features: Tensor) -> Tensor:
-    is_nhwc = getattr(backbone, 'output_fmt', Format.NCHW) == Format.NHWC
-    return features.permute(0, 3, 1, 2) if is_nhwc else features
-
-
 def _describe_single(backbone: nn.Module) -> tuple[int, int]:
     # Return the reduction and channels of its only map.
     info: Any = getattr(backbone, 'feature_info', None)
-    if not hasattr(info, 'reduction'):
+    reductions = info.reduction() if hasattr(info, 'reduction') else []
+    if len(reductions) != 1 or reductions[0] < 4 or not _is_power_of_two(reductions[0]):
         raise ValueError(
-            f'expected a model of timm.create_model(..., features_only=True), got a {type(backbone).__name__}'
+            'expected a backbone of timm.create_model(..., features_only=True, out_indices=(-1,)) whose stride is a '
+            f'power of two and at least 4, got a {type(backbone).__name__} with maps of the strides {reductions}'
         )
-    reductions, channels = info.reduction(), info.channels()
-    if len(reductions) != 1:
-        raise ValueError(
-            f'expected a backbone with one feature map, got {len(reductions)} of strides {reductions}: '
-            'create it with out_indices=(-1,)'
-        )
-    if reductions[0] < 4 or not _is_power_of_two(reductions[0]):
-        raise ValueError(f'expected a backbone whose stride is a power of two and at least 4, got {reductions[0]}')
-    return reductions[0], channels[0]
+    return reductions[0], info.channels()[0]
 
 
 def _stage(channels: int, out_channels: int, reduction: int, stride: int) -> nn.Sequential:
