@@ -16,7 +16,7 @@ from torchvision.transforms.v2.functional import center_crop
 from aft_vision.data import NativeShape
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, has_fixed_input_size, resize_model
-from aft_vision.visualize import literal, new_figure
+from aft_vision.visualize import new_figure
 
 Size = int | tuple[int, int]
 
@@ -228,52 +228,3 @@ def draw_sizes(rows: Sequence[Mapping[str, Any]], train_size: Sequence[int] | No
         for axes in (accuracy, speed, memory):
             axes.tick_params(axis='x', labelrotation=90)
     return figure
-
-
-def draw_accuracies(tables: Sequence[Mapping[str, Any]]) -> Any:
-    """Draw top-1 of several models at several sizes as a heat map with the numbers in its cells.
-
-    A size that a model was not evaluated at is an empty cell. The cell of each model's training size is outlined.
-
-    Args:
-        tables: One per model: its `name`, its `train_size` (H, W) in pixels and its `sizes`, rows with `top1` and the
-            keys of `size_label`.
-
-    Returns:
-        A matplotlib Figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    rows = sorted((row for table in tables for row in table['sizes']), key=_sort_key)
-    columns = list(dict.fromkeys(map(size_label, rows)))
-    trained = [size_label({'scales': [table['train_size']]}) for table in tables]
-    names = [f'{table["name"]}, {size}' for table, size in zip(tables, trained, strict=True)]
-    accuracies = [{size_label(row): row['top1'] for row in table['sizes']} for table in tables]
-    values = [[of_model.get(column, math.nan) for column in columns] for of_model in accuracies]
-    figure = new_figure(2.5 + 0.09 * max(map(len, names)) + 0.7 * len(columns), 1.6 + 0.5 * len(tables))
-    axes = figure.subplots()
-    image = axes.imshow(values, cmap='viridis', aspect='auto')
-    for row, numbers in enumerate(values):
-        for column, number in enumerate(numbers):
-            if math.isnan(number):
-                continue
-            # The upper colours of viridis are light.
-            color = 'black' if image.norm(number) > 0.6 else 'white'
-            axes.text(column, row, f'{number:.1f}', ha='center', va='center', color=color)
-    for row, size in enumerate(trained):
-        if size in columns:
-            x, y = columns.index(size), row
-            outline = [(x - 0.47, y - 0.45), (x + 0.47, y - 0.45), (x + 0.47, y + 0.45), (x - 0.47, y + 0.45)]
-            axes.plot(*zip(*outline, outline[0], strict=True), color='red', linewidth=2)
-    axes.set_xticks(range(len(columns)), [column.replace('+', '\n+').replace(' ', '\n') for column in columns])
-    axes.set_yticks(range(len(names)), map(literal, names))
-    axes.set(xlabel='test size (pixels)', ylabel='model, training size')
-    figure.colorbar(image, ax=axes, label='top-1 (%)')
-    return figure
-
-
-def _sort_key(row: Mapping[str, Any]) -> tuple[bool, bool, int, int]:
-    # Squares and rectangles by area, then native shapes by their patches, then averages.
-    height, width = row.get('height', 0), row.get('width', 0)
-    return 'scales' in row, 'max_tokens' in row, row.get('max_tokens', height * width), height

@@ -6,21 +6,17 @@ import timm
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, randn
-from matplotlib.axes import Axes
 from torch import Tensor, nn
 
-from aft_vision.evaluate import evaluate
 from aft_vision.resolution import (
     AveragedPrediction,
     check_size,
     distinct_names,
-    draw_accuracies,
     draw_sizes,
     resize_images,
     resized_copy,
     size_label,
 )
-from aft_vision.visualize import save_figure
 
 SMALL = dict(depth=1, embed_dim=16, num_classes=5)
 FLEXIBLE = ('aft_conv_tiny', dict(num_heads=4, kernel_size=3))
@@ -113,14 +109,6 @@ def test_a_model_that_takes_any_size_is_shared():
     )
 
 
-def test_log_probabilities_are_evaluated_as_logits():
-    model, images = make_model(FLEXIBLE[0], **FLEXIBLE[1]).float(), randn(6, 3, 32, 32, dtype=torch.float32)
-    loader = [(images, torch.arange(6) % 5)]
-    got, expected = evaluate(AveragedPrediction(model, [32]), loader), evaluate(model, loader)
-    assert got['top1'] == expected['top1']
-    assert got['loss'] == pytest.approx(expected['loss'], rel=1e-6)
-
-
 @pytest.mark.parametrize(('name', 'kwargs'), [FLEXIBLE, *FIXED])
 @torch.no_grad()
 def test_padding_is_zeros_at_the_right_and_at_the_bottom(name, kwargs):
@@ -148,11 +136,6 @@ def test_another_aspect_ratio_takes_the_centre_undistorted(size, rows, columns):
     images = randn(1, 3, 48, 96)
     expected = F.interpolate(images[..., rows, columns], size, mode='bicubic', antialias=True)
     assert_close(resize_images(images, size), expected, 1e-12)
-
-
-def test_images_of_the_size_are_returned_as_they_are():
-    images = randn(1, 3, 32, 48)
-    assert resize_images(images, (32, 48)) is images
 
 
 def test_a_model_that_has_no_set_input_size_is_rejected():
@@ -189,24 +172,6 @@ def test_accuracy_has_standard_errors_and_the_size_of_training_is_marked():
         ] * count
     line = next(line for line in accuracy.lines if line.get_label() == 'size of training')
     assert list(line.get_xdata()) == [1, 1]
-
-
-def test_a_grid_is_drawn_with_a_number_in_each_cell(tmp_path, monkeypatch):
-    texts = []
-    original = Axes.text
-
-    def text(axes: Axes, x: float, y: float, content: str, **kwargs: object) -> object:
-        texts.append((x, y, content))
-        return original(axes, x, y, content, **kwargs)
-
-    monkeypatch.setattr(Axes, 'text', text)
-    tables = [
-        {'name': name, 'train_size': [size, size], 'sizes': [{**row(32), 'top1': low}, {**row(64), 'top1': high}]}
-        for name, size, low, high in (('a', 32, 10.0, 20.25), ('b', 224, 30.0, 99.96))
-    ]
-    save_figure(draw_accuracies(tables), tmp_path / 'grid.png')
-    assert texts == [(0, 0, '10.0'), (1, 0, '20.2'), (0, 1, '30.0'), (1, 1, '100.0')]
-    assert (tmp_path / 'grid.png').stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

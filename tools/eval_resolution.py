@@ -32,9 +32,8 @@ file.
 
 Prints top-1 with its standard error, top-5 of more than five classes, images/s of the forward pass and peak memory (of
 the device, or of the process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
-Several checkpoints make eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training
-size, a column per test size. Earlier results are replaced with --overwrite only. Images that cannot be decoded are
-named, counted and left out.
+Several checkpoints make eval_resolution_grid.json and no picture. Earlier results are replaced with --overwrite only.
+Images that cannot be decoded are named, counted and left out.
 """
 
 import argparse
@@ -116,7 +115,6 @@ from aft_vision.resolution import (
     AveragedPrediction,
     check_size,
     distinct_names,
-    draw_accuracies,
     draw_sizes,
     naflex_shape,
     size_label,
@@ -171,9 +169,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         result = {**settings, **{key: value for key, value in tables[0].items() if key != 'name'}}
     write_json(out / f'{name}.json', result)
     part.unlink(missing_ok=True)
-    figure = draw_accuracies(result['checkpoints']) if several else draw_sizes(rows, result['train_size'])
-    save_figure(figure, out / f'{name}.png')
-    print(f'{name}.json and {name}.png are in {out}')
+    if not several:
+        save_figure(draw_sizes(rows, result['train_size']), out / f'{name}.png')
+    print(f'{name}.json{"" if several else f" and {name}.png"} in {out}')
     return rows
 
 

@@ -14,7 +14,6 @@ from aft_vision.visualize.biases import (
     bias_rows,
     bias_statistics,
     draw_position_biases,
-    position_biases,
 )
 from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_keys, has_token_grid, keyed_layers
 from aft_vision.visualize.figure import DPI, evenly_spaced, figure_png, literal, new_figure, save_figure

@@ -16,8 +16,7 @@ from aft_vision.visualize.figure import (
     Block,
     Cell,
     TopPicture,
-    check_indices,
-    check_layers,
+    choose,
     draw_grid,
     evenly_spaced,
     format_number,
@@ -115,7 +114,7 @@ def relative_attention(
     images = 0
 
     def add(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
-        own = check_indices('head', chosen, _heads(mixer), 1)
+        own = choose('head', chosen, range(_heads(mixer)))
         for tokens in x.split(1):
             mean = relative_mean(_attention(mixer, tokens, grid, prefix, own), grid).cpu().double()
             totals[mixer] = totals.get(mixer, torch.zeros_like(mean)) + mean
@@ -219,9 +218,10 @@ def draw_attention(
         ImportError: matplotlib is not installed.
     """
     layers = keyed_layers(model, attention=True)
-    chosen = check_layers(chosen_layers, layers.values())
+    chosen = choose('layer', chosen_layers, layers.values())
     layers = {mixer: layer for mixer, layer in layers.items() if layer in chosen}
-    heads = _choose_heads([*map(_heads, layers)], heads, max_heads)
+    # Those that all drawn layers have.
+    heads = choose('head', heads, range(min(map(_heads, layers))), max_heads)
     grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
     token, frame = _check_query(query, grid), frame_of(query, grid)
     # (n, H * W) of each layer.
@@ -247,17 +247,6 @@ def draw_attention(
         aspect=grid[0] / grid[1],
         photograph=TopPicture(photograph.pixels, text, frame),
     )
-
-
-def _choose_heads(counts: Sequence[int], heads: Sequence[int] | None, at_most: int) -> list[int]:
-    # Of layers with so many heads each.
-    beyond = [head for head in heads or () if min(counts) <= head < max(counts)]
-    if beyond:
-        raise ValueError(
-            f'expected heads from 1 to {min(counts)}, which all drawn layers have, got {beyond[0] + 1}; choose layers '
-            'that have it'
-        )
-    return check_indices('head', heads, min(counts), at_most)
 
 
 def _check_query(query: tuple[int, int], grid: tuple[int, int]) -> int:

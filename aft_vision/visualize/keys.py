@@ -11,8 +11,7 @@ from aft_vision.visualize.figure import (
     Block,
     Cell,
     TopPicture,
-    check_indices,
-    check_layers,
+    choose,
     draw_grid,
     format_number,
     layer_rows,
@@ -60,9 +59,9 @@ def draw_key_maps(
         ValueError: a head or layer does not exist.
         ImportError: matplotlib is not installed.
     """
-    heads = check_indices('head', heads, layers[0].k.shape[2], max_heads)
+    heads = choose('head', heads, range(layers[0].k.shape[2]), max_heads)
     inputs = {each.layer: each for each in layers}
-    chosen = check_layers(chosen_layers, inputs)
+    chosen = choose('layer', chosen_layers, inputs)
 
     def cells(layer: int) -> Iterator[Cell]:
         for keys in key_maps(inputs[layer], heads)[0].float():

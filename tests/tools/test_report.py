@@ -423,8 +423,8 @@ def test_a_query_other_than_the_centre_is_another_picture(picture, tmp_path):
     ('extra', 'message'),
     [
         (['--only', 'attention', '--query', '5', '1'], 'a query row from 1 to 4 and a column from 1 to 4, got 5 and 1'),
-        (['--only', 'keys', '--heads', '5'], 'heads from 1 to 4, got 5'),
-        (['--only', 'keys', '--layers', '0'], r'layers that can be drawn \(1, 2\), got 0'),
+        (['--only', 'keys', '--heads', '5'], r'heads that can be drawn \(1 to 4\), got 5'),
+        (['--only', 'keys', '--layers', '0'], r'layers that can be drawn \(1 to 2\), got 0'),
         (['--only', 'keys', '--size', '30'], r'multiples of the patch size \(8, 8\), got \(30, 30\)'),
     ],
 )

@@ -85,16 +85,6 @@ def test_the_confusion_matrix_has_classes_in_its_rows_and_predictions_in_its_col
     assert axes.images[0].get_array().tolist() == [[0.25, 0.5], [0.0, 1.0]]
 
 
-def test_long_names_of_classes_keep_their_beginning_in_the_confusion_matrix():
-    names = ['a' * 30, 'b' * 31, 'word ' * 7]
-    axes = draw_confusions([make_answer(0, 1), make_answer(1, 0), make_answer(2, 0)], names, [0, 1, 2]).axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        names[0],
-        f'{"b" * 29}…',
-        'word word word word word word…',
-    ]
-
-
 @pytest.mark.parametrize(
     ('folder', 'paths', 'labels'),
     [
