@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from aft_vision import ops
 from aft_vision.layers import AFTOnehot
 from aft_vision.models import AFTVisionTransformer
-from aft_vision.models.harden import describe_offsets, harden
+from aft_vision.models.harden import harden
 
 SMALL: dict[str, Any] = dict(embed_dim=24, depth=2, num_heads=6, kernel_size=7, num_classes=5)
 # In pixels, of 16 x 16 patches: a single patch, grids smaller and larger than the kernel, most of them not square.
@@ -189,22 +189,11 @@ def test_a_hardened_model_trains_on():
     assert all(torch.equal(x, old) for x, old in zip(hard.buffers(), offsets, strict=True))
 
 
-def test_the_offsets_are_described_by_layer():
-    onehot = timm.create_model('aft_conv_tiny', embed_dim=8, depth=2, num_heads=4, mixer='onehot')
-    mixer = onehot.blocks[1].attn
-    mixer.offset.copy_(torch.tensor([[0, 0], [3, -4], [0, 0], [0, 1]]))
-    nn.init.constant_(mixer.weight, 1.5)
-    fields = ('layer', 'heads', 'at_centre', 'distinct_offsets', 'mean_distance', 'largest_distance', 'mean_bias')
-    figures = (1, 4, 4, 1, 0.0, 0.0, 0.0), (2, 4, 2, 3, 1.5, 5.0, 1.5)
-    assert describe_offsets(onehot) == [dict(zip(fields, each, strict=True)) for each in figures]
-
-
 TRAINED = r'expected a model trained with gumbel=True \(AFT Eq. 10\)'
 REJECTED: list[tuple[Callable[[], object], str]] = [
     (lambda: harden(make(gumbel=False)), f"{TRAINED}.* got one of mixer='conv' without it"),
     (lambda: harden(harden(make())), f"{TRAINED}.* got one of mixer='onehot' without it"),
     (lambda: harden(timm.create_model('deit_tiny_patch16_224', depth=1)), f'{TRAINED}.* got VisionTransformer, which'),
-    (lambda: describe_offsets(make()), "expected a one-hot model.* got mixer='conv'"),
 ]
 
 
