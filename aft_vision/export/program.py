@@ -16,7 +16,7 @@ from aft_vision.data.class_names import class_names
 from aft_vision.export.verify import Check, InputShape, Size, channels, grid_steps, onnx_runner, smallest_size, verify
 from aft_vision.files import replacing
 from aft_vision.layers import TokenMixer, token_mixers
-from aft_vision.layers.frozen import LOWERINGS, FlatLinear
+from aft_vision.layers.frozen import FlatLinear
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, default_size, resize_model, takes_any_size
 
@@ -51,10 +51,8 @@ def choose_shape(
     check_image_size(model, size, pads=fixed_size or not any_size)
     if batch is not None and batch < 1:
         raise ValueError(f'expected a batch of at least 1 image, got {batch}')
-    if lowering not in LOWERINGS:
-        raise ValueError(f'lowering must be one of {", ".join(LOWERINGS)}, got {lowering!r}')
-    if lowering == 'matmul' and not any(lowering in mixer.lowerings for mixer in token_mixers(model)):
-        raise ValueError(f"expected an AFT-conv for lowering='matmul', got a {type(model).__name__} without one")
+    if lowering != 'conv' and not any(lowering in mixer.lowerings for mixer in token_mixers(model)):
+        raise ValueError(f'expected an AFT-conv for lowering={lowering!r}, got a {type(model).__name__} without one')
     if lowering == 'matmul' and not fixed_size:
         raise ValueError("lowering='matmul' has matrices of one size: expected a fixed size, got a dynamic one")
     check_resizable(model, size)

@@ -91,8 +91,6 @@ def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDec
         entries = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
         raise ValueError(f'expected a checkpoint of a pixel or character model with {sorted(wanted)}, got {entries}')
     args = data['model_args']
-    if not isinstance(args, dict) or not {'name', 'kwargs'} <= args.keys():
-        raise ValueError(f'expected model_args with name and kwargs in {path}, got {args}')
     model = create_decoder(args['name'], **args['kwargs'])
     load_matching_state_dict(model, data['state_dict'], path)
     return model.to(device).eval()

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import Format, LayerNorm2d, to_2tuple
@@ -97,29 +96,6 @@ class SimpleFeaturePyramid(nn.Module):
         else:
             raise ValueError(f'attn_mask needs an AFT backbone, got a {type(backbone).__name__}')
         return features.permute(0, 3, 1, 2) if getattr(backbone, 'output_fmt', None) == Format.NHWC else features
-
-
-def create_pyramid(
-    model_name: str,
-    pretrained: bool = False,
-    *,
-    out_channels: int = 256,
-    strides: Sequence[int] = (4, 8, 16, 32),
-    extra_level: bool = False,
-    **kwargs: Any,
-) -> SimpleFeaturePyramid:
-    """Build a timm model with a simple feature pyramid on its last map.
-
-    Args:
-        model_name: Name in timm, or `local-dir:DIR` for an exported folder.
-        pretrained: Load the model's weights.
-        out_channels: As in `SimpleFeaturePyramid`, like strides and extra_level.
-        kwargs: Passed to the model. A fixed-size model, such as AFT-full or DeiT, needs `dynamic_img_size=True` to take
-            the images of a detector.
-    """
-    kwargs = {'out_indices': (-1,), **kwargs}
-    backbone = timm.create_model(model_name, pretrained=pretrained, features_only=True, **kwargs)
-    return SimpleFeaturePyramid(backbone, out_channels, strides, extra_level)
 
 
 def padding_mask(

@@ -19,7 +19,6 @@ from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.models.deit_transfer import unwrap_state_dict
 from aft_vision.models.weight_files import load_torch_file
 
-WEIGHT_FILES = ('.pth', '.pt', '.bin', '.tar', '.ckpt', '.safetensors')
 # A state dict does not show whether a block norms before or after attention, so check the class.
 PRE_NORM_BLOCKS = (vision_transformer.Block, vision_transformer_relpos.RelPosBlock, beit.Block)
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct')
@@ -62,13 +61,11 @@ def load_source(source: str | Path) -> TransferSource:
     if path.is_file():
         return _of_file(path)
     name = str(source)
-    if path.suffix in WEIGHT_FILES:
-        raise ValueError(f'expected a file of weights, got {path}, which does not exist')
     if not name.startswith(('hf-hub:', 'hf_hub:')) and not timm.is_model(name):
         hint = did_you_mean(name, timm.list_models())
-        raise ValueError(f'expected a model of timm, a file or an exported folder, got {name}{hint}')
-    if timm.is_model(name) and not timm.models.is_model_pretrained(name):
-        raise ValueError(f'expected a model that timm has weights for, got {name}')
+        raise ValueError(
+            f'expected a model of timm, a file or an exported folder, got {name}, which does not exist{hint}'
+        )
     try:
         return _of_model(build_model(name, pretrained=True))
     except ConnectionError as error:

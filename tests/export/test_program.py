@@ -303,7 +303,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     [
         ('aft_conv_tiny', {'size': (30, 32)}, r'multiples of the patch size \(8, 8\), got \(30, 32\)'),
         ('aft_conv_tiny', {'lowering': 'matmul'}, 'expected a fixed size, got a dynamic one'),
-        ('aft_conv_tiny', {'lowering': 'fft'}, "lowering must be one of conv, matmul, got 'fft'"),
+        ('aft_conv_tiny', {'lowering': 'fft'}, "expected an AFT-conv for lowering='fft'"),
         ('aft_conv_tiny', {'batch': 0}, 'expected a batch of at least 1 image, got 0'),
         (
             'aft_full_tiny',

@@ -1,4 +1,5 @@
 from functools import partial
+from typing import Any
 
 import pytest
 import timm
@@ -8,7 +9,7 @@ from helpers import assert_close, generator, randn
 from torch import Tensor, nn
 from torchvision.models.detection import FasterRCNN, RetinaNet
 
-from aft_vision.models.pyramid import SimpleFeaturePyramid, create_pyramid, padding_mask
+from aft_vision.models.pyramid import SimpleFeaturePyramid, padding_mask
 
 CONV = dict(depth=2, embed_dim=32, num_heads=4, kernel_size=3)
 FULL = dict(depth=2, embed_dim=32, bias_dim=8, dynamic_img_size=True)
@@ -20,9 +21,11 @@ def make_features(name: str, **kwargs: object) -> nn.Module:
     return timm.create_model(name, features_only=True, out_indices=(0, 1), **kwargs).eval()
 
 
-def make_pyramid(name: str = 'aft_conv_tiny', **kwargs: object) -> SimpleFeaturePyramid:
+def make_pyramid(name: str = 'aft_conv_tiny', **kwargs: Any) -> SimpleFeaturePyramid:
     torch.manual_seed(0)
-    return create_pyramid(name, **{'out_channels': 16, **kwargs})
+    own = {key: kwargs.pop(key) for key in ('strides', 'extra_level') if key in kwargs}
+    backbone = timm.create_model(name, features_only=True, **{'out_indices': (-1,), **kwargs})
+    return SimpleFeaturePyramid(backbone, 16, **own)
 
 
 @pytest.mark.parametrize(('name', 'kwargs'), MODELS)

@@ -228,7 +228,7 @@ def test_nothing_in_a_file_is_executed(tmp_path):
     [
         ('none.pth', 'aft_conv_tiny', r'got none\.pth, which does not exist'),
         ('deit_tinny_patch16_224', 'aft_conv_tiny', r'a file or .*, .* did you mean deit_tiny_patch16_224'),
-        ('aft_conv_tiny', 'aft_conv_tiny', 'that timm has weights for, got aft_conv_tiny'),
+        ('aft_conv_tiny', 'aft_conv_tiny', 'No pretrained weights exist for aft_conv_tiny'),
         ('source.pth', 'aft_conv_tinny', 'got aft_conv_tinny; did you mean aft_conv_tiny'),
         ('source.pth', 'aft_full_tiny', r'got aft_full_tiny with kernel_size=3, .*kernel_size'),
     ],
