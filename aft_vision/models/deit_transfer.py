@@ -277,8 +277,10 @@ def unwrap_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a state dict, which may be under the key `state_dict` or `model`.
 
     Raises:
-        StateDictError: it has values that are not tensors.
+        StateDictError: it is none, or has values that are not tensors.
     """
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f'expected a state dict, got a {type(state_dict).__name__}')
     for key in ('state_dict', 'model'):
         if isinstance(state_dict.get(key), Mapping):
             state_dict = state_dict[key]

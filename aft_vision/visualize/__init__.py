@@ -23,7 +23,7 @@ from aft_vision.visualize.history import (
     draw_history,
     read_history,
 )
-from aft_vision.visualize.keys import draw_key_maps, key_maps
+from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import render_page
 from aft_vision.visualize.photographs import (
     Photograph,

@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from aft_vision.visualize.capture import MixerInputs
 from aft_vision.visualize.figure import (
     SEQUENTIAL,
@@ -19,22 +17,6 @@ from aft_vision.visualize.figure import (
 from aft_vision.visualize.photographs import Photograph
 
 
-def key_maps(inputs: MixerInputs, heads: Sequence[int] | None = None) -> Tensor:
-    """Return the keys of one layer over the grid of tokens, without prefix tokens (AFT Fig. 9).
-
-    These are keys, not exp(k). A constant added to all keys of a channel changes nothing in AFT, and a difference of d
-    means that one token has exp(d) times the weight of another.
-
-    Args:
-        heads: Heads of AFT-conv, which has one key channel per head; channels of the other mixers. None means all.
-
-    Returns:
-        (B, n, H, W).
-    """
-    keys = inputs.k[:, inputs.num_prefix_tokens :].transpose(1, 2).unflatten(2, inputs.grid)
-    return keys if heads is None else keys[:, list(heads)]
-
-
 def draw_key_maps(
     photograph: Photograph,
     layers: Sequence[MixerInputs],
@@ -45,6 +27,9 @@ def draw_key_maps(
     text: str = '',
 ) -> Any:
     """Draw a photograph and the keys below it: a row per layer and a column per head (AFT Fig. 9 to 12).
+
+    These are keys, not exp(k). A constant added to all keys of a channel changes nothing in AFT, and a difference of d
+    means that one token has exp(d) times the weight of another.
 
     Args:
         photograph, max_heads, text: As in `draw_attention`.
@@ -60,15 +45,16 @@ def draw_key_maps(
         ImportError: matplotlib is not installed.
     """
     heads = choose('head', heads, range(layers[0].k.shape[2]), max_heads)
-    inputs = {each.layer: each for each in layers}
+    inputs, grid = {each.layer: each for each in layers}, layers[0].grid
     chosen = choose('layer', chosen_layers, inputs)
 
     def cells(layer: int) -> Iterator[Cell]:
-        for keys in key_maps(inputs[layer], heads)[0].float():
+        # (n, H, W), without prefix tokens.
+        maps = inputs[layer].k[0][inputs[layer].num_prefix_tokens :, heads].float().t().unflatten(1, grid)
+        for keys in maps:
             low, high = keys.min().item(), keys.max().item()
             yield Cell(keys, low, max(high, low + 1e-6), caption=format_number(high - low))
 
-    grid = layers[0].grid
     return draw_grid(
         [Block('', layer_rows(chosen, heads, cells))],
         'Keys',

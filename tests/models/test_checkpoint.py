@@ -8,9 +8,9 @@ from helpers import save_model
 from timm.layers import resample_abs_pos_embed
 from torch import nn
 
-from aft_vision.models.checkpoint import initialize_model, load_model, read_checkpoint
+from aft_vision.models.checkpoint import initialize_model, load_model, load_source, read_checkpoint
 from aft_vision.models.decoders import load_decoder
-from aft_vision.models.transfer_source import build_model, load_source
+from aft_vision.models.transfer_source import build_model
 
 TINY_VIT = dict(depth=1, embed_dim=16, num_heads=1, patch_size=8, img_size=16, num_classes=3)
 

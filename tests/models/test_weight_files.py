@@ -9,9 +9,8 @@ import torch
 from helpers import save_model
 
 from aft_vision.export import export_model
-from aft_vision.models.checkpoint import load_model, read_checkpoint
+from aft_vision.models.checkpoint import load_model, load_source, read_checkpoint
 from aft_vision.models.decoders import create_decoder, load_decoder, save_decoder
-from aft_vision.models.transfer_source import load_source
 
 KWARGS = dict(depth=1, embed_dim=16, patch_size=8, num_heads=2, kernel_size=3, num_classes=3)
 
