@@ -5,6 +5,7 @@ from aft_vision.visualize.accuracy import LabelledPrediction, predict_labelled
 from aft_vision.visualize.attention import (
     attention_heads,
     draw_attention,
+    draw_key_maps,
     draw_relative_attention,
     implicit_attention,
     relative_attention,
@@ -23,7 +24,6 @@ from aft_vision.visualize.history import (
     draw_history,
     read_history,
 )
-from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import render_page
 from aft_vision.visualize.photographs import (
     Photograph,

@@ -16,12 +16,10 @@ from aft_vision.data.images import Decoding
 from aft_vision.layers import AFTMixer, token_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
-    MAX_CLASSES,
     LabelledPrediction,
     by_class,
     class_rows,
     confused_classes,
-    draw_classes,
     draw_confusions,
     draw_examples,
     interval,
@@ -32,6 +30,7 @@ from aft_vision.visualize.accuracy import (
 from aft_vision.visualize.attention import (
     attention_heads,
     draw_attention,
+    draw_key_maps,
     draw_relative_attention,
     relative_attention,
 )
@@ -39,7 +38,6 @@ from aft_vision.visualize.biases import bias_statistics, draw_position_biases
 from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_keys, has_token_grid, token_grid
 from aft_vision.visualize.figure import evenly_spaced, figure_png
 from aft_vision.visualize.history import draw_history
-from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import definitions, paragraph, picture, table
 from aft_vision.visualize.photographs import (
     Photograph,
@@ -183,30 +181,16 @@ def _accuracy_section(report: Report) -> str:
     mean = sum(map(share_right, classes.values())) / len(classes)
     height, width = report.size or default_size(report.model)
     unseen = [name for index, name in enumerate(names) if index not in classes]
-    parts = [
-        paragraph(
-            f'Top-1 {100 * share:.1f}% ({100 * low:.1f} to {100 * high:.1f}%), the mean over classes '
-            f'{100 * mean:.1f}%, on {len(answers)} images whose folders are named after classes. The model sees all at '
-            f'{height} \u00d7 {width} pixels. Intervals are those of 95 % (Wilson).'
-            + (
-                f' {len(unseen)} of {len(names)} classes have no image here: {list_names(unseen, 10)}.'
-                if unseen
-                else ''
-            )
-            + (f' {report.skipped.describe()}.' if report.skipped.paths else '')
-        )
-    ]
-    if len(classes) > 1:
-        drawn, by = list(classes), 'class'
-        if len(drawn) > MAX_CLASSES:
-            drawn = drawn[: MAX_CLASSES // 2] + drawn[-MAX_CLASSES // 2 :]
-            by = f'class: the {MAX_CLASSES} lowest and highest of {len(classes)}'
-        figure = draw_classes({truth: classes[truth] for truth in drawn}, names, by, share)
-        alt = f'Top-1 by {by}, with intervals of 95 %: {len(drawn)} classes, with their images in brackets'
-        parts.append(picture(figure_png(figure), alt))
+    words = paragraph(
+        f'Top-1 {100 * share:.1f}% ({100 * low:.1f} to {100 * high:.1f}%), the mean over classes '
+        f'{100 * mean:.1f}%, on {len(answers)} images whose folders are named after classes. The model sees all at '
+        f'{height} \u00d7 {width} pixels. Intervals are those of 95 % (Wilson).'
+        + (f' {len(unseen)} of {len(names)} classes have no image here: {list_names(unseen, 10)}.' if unseen else '')
+        + (f' {report.skipped.describe()}.' if report.skipped.paths else '')
+    )
     columns = ['class', 'images', 'top-1', 'interval', 'precision', 'mostly taken for']
     caption = 'Lowest first. Precision is the share of right answers among all predictions of the class.'
-    return ''.join([*parts, table(caption, columns, class_rows(classes, names)), _examples(report)])
+    return words + table(caption, columns, class_rows(classes, names)) + _examples(report)
 
 
 def _examples(report: Report, columns: int = 6) -> str:

@@ -130,9 +130,9 @@ def test_the_page_asks_for_nothing_and_runs_nothing(report):
 
 def test_every_picture_decodes_and_says_what_it_shows(report):
     pictures = Page(report.read_text()).all('img')
-    # Classes, examples, confusions, worst photographs, curves, sizes, keys and implicit attention of a photograph,
+    # Examples, confusions, worst photographs, curves, sizes, keys and implicit attention of a photograph,
     # biases, relative attention.
-    assert len(pictures) == 10
+    assert len(pictures) == 9
     for picture in pictures:
         image = Image.open(io.BytesIO(base64.b64decode(picture['src'].partition('base64,')[2])))
         image.load()
