@@ -64,25 +64,20 @@ def label_photographs(model: Any, paths: Sequence[Path], folder: Path | None = N
 @torch.no_grad()
 def predict_labelled(
     model: Any,
-    paths: Sequence[Path],
+    truths: Mapping[Path, int | None],
     size: tuple[int, int] | None = None,
     skipped: SkippedImages | None = None,
-    folder: Path | None = None,
     decoding: Decoding | None = None,
-    truths: Mapping[Path, int | None] | None = None,
 ) -> list[LabelledPrediction]:
-    """Classify photographs whose folders are named after classes of the model, and leave out the others.
+    """Classify photographs whose class is known, and leave out the others.
 
     Args:
+        truths: Class of each photograph or None, as from `label_photographs`.
         size: (H, W) in pixels that the model sees; None is its own.
         skipped: Receives images that cannot be decoded; None makes them errors.
-        folder: As in `label_photographs`.
         decoding: Options of reading the files; None for the default ones.
-        truths: Class of each photograph or None; by default as `label_photographs` returns them.
     """
-    if truths is None:
-        truths = dict(zip(paths, label_photographs(model, paths, folder), strict=True))
-    known = {path: truth for path in paths if (truth := truths[path]) is not None}
+    known = {path: truth for path, truth in truths.items() if truth is not None}
     labelled = list(known)
     logits = [model(batch) for batch in load_batches(labelled, model, size, skipped, decoding)]
     if not logits:

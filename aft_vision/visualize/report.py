@@ -108,8 +108,8 @@ class Report:
     @cached_property
     def answers(self) -> list[LabelledPrediction]:
         """Return the predictions on the labelled images."""
-        options = (self.size, self.skipped, self.folder, self.decoding, self.truths)
-        return predict_labelled(self.model, self.labelled, *options)
+        truths = {path: self.truths[path] for path in self.labelled}
+        return predict_labelled(self.model, truths, self.size, self.skipped, self.decoding)
 
 
 def report_sections(report: Report) -> list[Section]:

@@ -238,7 +238,8 @@ def test_the_worst_photographs_are_those_whose_class_is_least_probable(tmp_path)
     checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
     images = make_folder(tmp_path, {'images': ['a', 'b', 'c']}, images=5) / 'images'
     page = main(['--checkpoint', str(checkpoint), '--images', str(images), '--size', '32']).read_text()
-    answers = predict_labelled(load_model(checkpoint), sorted(images.rglob('*.png')), (32, 32), folder=images)
+    truths = {path: 'abc'.index(path.parent.name) for path in sorted(images.rglob('*.png'))}
+    answers = predict_labelled(load_model(checkpoint), truths, (32, 32))
     worst = sorted(answers, key=lambda each: each.truth_probability)[:12]
     listed = re.findall(r'<th scope="row">(\w/\d\.png)</th><td>\w \(([\d.]+)%\)</td>', page)
     assert listed == [

@@ -103,17 +103,18 @@ def test_photographs_of_named_folders_are_judged_as_the_model_sees_them(tmp_path
         paths.append(tmp_path / folder / 'a.png')
         paths[-1].parent.mkdir()
         image.save(paths[-1])
-    shoe, hat = predict_labelled(model, paths)
+    truths = dict(zip(paths, label_photographs(model, paths), strict=True))
+    shoe, hat = predict_labelled(model, truths)
     assert (shoe.is_right, hat.is_right) == (True, False)
     assert hat.probability == shoe.truth_probability == pytest.approx(math.e / (math.e + 2))
     assert hat.truth_probability == pytest.approx(1 / (math.e + 2))
-    assert predict_labelled(model, paths[2:]) == []
+    assert predict_labelled(model, {paths[2]: None}) == []
     damaged, skipped = tmp_path / 'hat' / '0.png', SkippedImages()
     damaged.write_bytes(b'damaged')
-    assert predict_labelled(model, [damaged, *paths], skipped=skipped) == [shoe, hat]
+    assert predict_labelled(model, {damaged: 0, **truths}, skipped=skipped) == [shoe, hat]
     assert skipped.paths == {damaged}
     with pytest.raises(CorruptImageError):
-        predict_labelled(model, [damaged, *paths])
+        predict_labelled(model, {damaged: 0, **truths})
     figure = draw_examples([[shoe], [hat]], NAMES, model, columns=2)
     shown = [(axes.get_title(), *(text.get_text() for text in axes.texts)) for axes in figure.axes if axes.get_title()]
     said = 'prediction (58%):\nshoe'
