@@ -112,7 +112,7 @@ def choose(noun: str, chosen: Sequence[int] | None, known: Iterable[int], at_mos
     known = list(known)
     if chosen is None:
         return [known[index] for index in evenly_spaced(len(known), at_most)]
-    wrong = [index + 1 for index in chosen if index not in known] or ([] if chosen else ['none'])
+    wrong: list[Any] = [index + 1 for index in chosen if index not in known] or ([] if chosen else ['none'])
     if wrong:
         is_range = known == list(range(len(known)))
         numbers = f'1 to {len(known)}' if is_range else ', '.join(str(index + 1) for index in known)
