@@ -10,7 +10,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from aft_vision.visualize.biases import bias_rows
-from aft_vision.visualize.capture import MixerInputs, keyed_layers, mixer_inputs, run_with_hooks, token_grid
+from aft_vision.visualize.capture import MixerInputs, keyed_layers, run_with_hooks, token_grid
 from aft_vision.visualize.figure import (
     SEQUENTIAL,
     Block,
@@ -20,7 +20,6 @@ from aft_vision.visualize.figure import (
     draw_grid,
     evenly_spaced,
     format_number,
-    frame_of,
     layer_rows,
 )
 from aft_vision.visualize.photographs import Photograph
@@ -145,7 +144,8 @@ def _attention(
 ) -> Tensor:
     # (n, H * W or those queries, H * W) of one image (1, T, C), the softmax being over the prefix tokens too.
     if not isinstance(mixer, Attention):
-        inputs = mixer_inputs(mixer, x, grid, prefix)
+        q, k, v = mixer.project_qkv(x)
+        inputs = MixerInputs(mixer, q, k, v, grid, prefix)
         return implicit_attention(inputs, torch.arange(prefix, x.shape[1])[queries], heads)[0, :, :, prefix:]
     # timm's attention; fused, it returns no weights.
     q, k, _ = mixer.qkv(x[0]).unflatten(1, (3, mixer.num_heads, mixer.head_dim)).permute(1, 2, 0, 3)  # (h, T, D / h)
@@ -223,7 +223,7 @@ def draw_attention(
     # Those that all drawn layers have.
     heads = choose('head', heads, range(min(map(_heads, layers))), max_heads)
     grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
-    token, frame = _check_query(query, grid), frame_of(query, grid)
+    token, frame = _check_query(query, grid), (query[0] / grid[0], query[1] / grid[1], 1 / grid[0], 1 / grid[1])
     # (n, H * W) of each layer.
     weights: dict[int, Tensor] = {}
 

@@ -120,11 +120,6 @@ def choose(noun: str, chosen: Sequence[int] | None, known: Iterable[int], at_mos
     return list(chosen)
 
 
-def frame_of(token: tuple[int, int], grid: tuple[int, int]) -> Frame:
-    """Return the frame around a token (row, column) of a grid (H, W)."""
-    return token[0] / grid[0], token[1] / grid[1], 1 / grid[0], 1 / grid[1]
-
-
 def layer_rows(
     layers: Sequence[int], heads: Sequence[int], cells: Callable[[int], Iterable[Cell]]
 ) -> list[tuple[str, list[Cell]]]:

@@ -1,7 +1,6 @@
 """The sections of a report on a model: accuracy, training, photographs, and the mixers of an AFT model."""
 
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -242,10 +241,6 @@ def _worst_section(report: Report, count: int = 12, columns: int = 6) -> str:
     return words + picture(_answers_png(report, rows), alt) + listed
 
 
-def _decimals(value: float) -> str:
-    return 'none' if math.isnan(value) else f'{value:.3f}'
-
-
 def _bias_section(report: Report) -> str:
     heads = report.max_heads if report.before is None else max(1, report.max_heads // 2)
     figure = draw_position_biases(report.model, heads, before=report.before)
@@ -259,7 +254,11 @@ def _bias_section(report: Report) -> str:
         cells = [
             text
             for row in layer
-            for text in (_decimals(row['entropy']), f'{100 * row["unbiased"]:.1f}%', f'{row["largest"]:.2f}')
+            for text in (
+                f'{row["entropy"]:.3f}'.replace('nan', 'none'),
+                f'{100 * row["unbiased"]:.1f}%',
+                f'{row["largest"]:.2f}',
+            )
         ]
         rows.append([str(layer[-1]['layer']), *cells])
     uniform = statistics[-1][0]['uniform']
