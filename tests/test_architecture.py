@@ -35,11 +35,10 @@ TRITON_MODULES = tuple(
     f'aft_vision.ops.{name}'
     for name in (
         *('full.triton', 'full.kernels', 'simple.triton', 'simple.kernels'),
-        *('conv.triton', 'conv.kernels', 'conv.repair_kernels', 'conv.onehot_triton', 'conv.onehot_kernels'),
-        'conv.direct_kernels',
+        *('conv.triton', 'conv.kernels', 'conv.repair_kernels', 'conv.direct_kernels'),
         'conv.whole_kernels',
         'conv.line_kernels',
-        *('axial.triton', 'axial.kernels'),
+        'axial.triton',
         *('causal.local_triton', 'causal.local_kernels', 'causal.local_repair_kernels'),
         *('causal.local_backward_kernels', 'causal.simple_triton', 'causal.simple_kernels'),
         *('common.kernels', 'common.trial_kernel', 'common.tuner'),
