@@ -2,7 +2,7 @@
 
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 224 288 384x256
-python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 192:384:16 --flip --multi-scale 192 224 288
+python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 192:384:16
 python -m tools.eval_resolution --checkpoint A B C --data DIR --sizes 128:224:32 --out OUT
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --native --max-tokens 196 576
 
@@ -12,9 +12,7 @@ Hugging Face or WebDataset by timm's name. A size is a side in pixels, HEIGHTxWI
 from START to STOP, including STOP; without --sizes it is that of training. A fixed-size model is resized with its
 `set_input_size`.
 
---multi-scale adds a row for the mean of the predictions at these sizes; the images are loaded at the largest size and
-resized to the others. --flip averages every prediction with the prediction for the mirror image. --pad accepts sizes
-that are not multiples of the patch size.
+--pad accepts sizes that are not multiples of the patch size.
 
 --model-arg replaces arguments that the models were trained with, such as resample_bias=True of AFT-axial.
 
@@ -32,9 +30,8 @@ file.
 
 Prints top-1 with its standard error, top-5 of more than five classes, images/s of the forward pass and peak memory (of
 the device, or of the process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
-Several checkpoints make eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training
-size, a column per test size. Earlier results are replaced with --overwrite only. Images that cannot be decoded are
-named, counted and left out.
+Several checkpoints make eval_resolution_grid.json and no picture. Earlier results are replaced with --overwrite only.
+Images that cannot be decoded are named, counted and left out.
 """
 
 import argparse
@@ -74,8 +71,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--sizes', type=parse_sizes, nargs='+', default=[], help='in pixels (default: as trained)')
     add('--native', action='store_true', help='evaluate images at their own shapes, next to the centre crop')
     add('--max-tokens', type=int, nargs='+', default=[], help='patches per image of --native')
-    add('--multi-scale', type=parse_sizes, nargs='+', default=[], help='two or more sizes to average over')
-    add('--flip', action='store_true', help='average each prediction with the one for the mirror image')
     add('--pad', action='store_true', help='pad images at the right and at the bottom to whole patches')
     add('--real-labels', type=Path, metavar='FILE', help="labels of ReaL (real.json) for ImageNet's validation images")
     add('--per-class', action='store_true', help='also print the accuracy of every class')
@@ -84,15 +79,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_overwrite(parser)
     args = parser.parse_args(argv)
     args.sizes = by_area(size for sizes in args.sizes for size in sizes)
-    args.multi_scale = [size for sizes in args.multi_scale for size in sizes]
     if len({path.resolve() for path in args.checkpoint}) < len(args.checkpoint):
         parser.error(f'--checkpoint takes each once, got {" ".join(map(str, args.checkpoint))}')
-    if len(args.multi_scale) == 1:
-        parser.error('--multi-scale takes two or more sizes')
     if args.native != bool(args.max_tokens) or any(tokens < 1 for tokens in args.max_tokens):
         parser.error('--native needs --max-tokens, numbers of patches of at least 1, and --max-tokens needs --native')
-    if args.native and (args.flip or args.pad):
-        parser.error('--native takes neither --flip nor --pad')
+    if args.native and args.pad:
+        parser.error('--native takes no --pad')
     if args.real_labels and args.per_class:
         parser.error('--real-labels takes no --per-class, as an image has several classes')
     return args
@@ -113,12 +105,11 @@ from aft_vision.evaluate import ClassEvaluator, evaluate_all, find_classes
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import (
-    AveragedPrediction,
     check_size,
     distinct_names,
-    draw_accuracies,
     draw_sizes,
     naflex_shape,
+    resized_copy,
     size_label,
     standard_error,
 )
@@ -150,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     check_new(args, out / f'{name}.json', out / f'{name}.png')
     out.mkdir(parents=True, exist_ok=True)
     settings = {'data': args.name or args.data, 'model_args': args.model_arg, 'device': str(device)}
-    settings |= {'flip': args.flip, 'pad': args.pad}
+    settings |= {'pad': args.pad}
     tables: list[dict[str, Any]] = []
     titles = distinct_names(args.checkpoint)
     part = out / f'{name}.json.part'
@@ -171,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         result = {**settings, **{key: value for key, value in tables[0].items() if key != 'name'}}
     write_json(out / f'{name}.json', result)
     part.unlink(missing_ok=True)
-    figure = draw_accuracies(result['checkpoints']) if several else draw_sizes(rows, result['train_size'])
-    save_figure(figure, out / f'{name}.png')
-    print(f'{name}.json and {name}.png are in {out}')
+    if not several:
+        save_figure(draw_sizes(rows, result['train_size']), out / f'{name}.png')
+    print(f'{name}.json{"" if several else f" and {name}.png"} in {out}')
     return rows
 
 
@@ -187,7 +178,7 @@ def sizes_of(model: nn.Module, args: argparse.Namespace) -> list[tuple[int, int]
 
 def check_sizes(model: nn.Module, args: argparse.Namespace) -> None:
     """Raise a ValueError if the model does not support one of the sizes."""
-    for size in (*sizes_of(model, args), *args.multi_scale):
+    for size in sizes_of(model, args):
         # Add the advice only if padding would help.
         check_size(model, size, pad=True)
         try:
@@ -205,25 +196,23 @@ def evaluate_checkpoint(
         keep: Called with the table after each row.
     """
     model = load_model(checkpoint, **args.model_arg)
-    views: list[NativeShape | Sequence[tuple[int, int]]] = [[size] for size in sizes_of(model, args)]
-    views += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
-    views += [args.multi_scale] if args.multi_scale else []
+    sizes: list[NativeShape | tuple[int, int]] = [*sizes_of(model, args)]
+    sizes += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
     rows: list[dict[str, Any]] = []
     train_size = list(training_size(model, read_record(checkpoint)))
     table: dict[str, Any] = {'checkpoint': str(checkpoint), 'train_size': train_size, 'sizes': rows}
-    width = max(12, len(size_label({'scales': args.multi_scale or [(0, 0)]})))
-    for view in views:
-        row = evaluate_at(model, view, args, device)
+    for size in sizes:
+        row = evaluate_at(model, size, args, device)
         # Of five classes or fewer, all are among the first five.
         has_top5 = 'top5' in row
         if not rows:
             heading = f'  {"top-5 %":>7}' * has_top5
-            print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}{heading}  {"images/s":>8}  {"peak MiB":>8}')
+            print(f'{"size":>12}  {"top-1 %":>7}  {"+-":>5}{heading}  {"images/s":>8}  {"peak MiB":>8}')
         rows.append(row)
         keep(table)
-        title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row and 'scales' not in row else size_label(row)
+        title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row else size_label(row)
         print(
-            f'{title:>{width}}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}'
+            f'{title:>12}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}'
             + (f'  {row["top5"]:>7.2f}' if has_top5 else '')
             + f'  {row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>8.0f}'
         )
@@ -248,22 +237,17 @@ def print_classes(rows: Sequence[dict[str, Any]]) -> None:
 
 def evaluate_at(
     model: nn.Module,
-    view: NativeShape | Sequence[tuple[int, int]],
+    size: NativeShape | tuple[int, int],
     args: argparse.Namespace,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Evaluate a copy of the model at native shapes or one size (H, W), or its mean prediction over several sizes."""
-    size: NativeShape | tuple[int, int]
+    """Evaluate a copy of the model at native shapes or one size (H, W)."""
     described: dict[str, Any]
-    if isinstance(view, NativeShape):
-        evaluated, size, described = copy.deepcopy(model), view, {'max_tokens': view.max_tokens}
+    if isinstance(size, NativeShape):
+        evaluated, described = copy.deepcopy(model), {'max_tokens': size.max_tokens}
     else:
-        averaged = AveragedPrediction(model, view, args.flip, args.pad)
-        size = averaged.input_size or view[0]
-        # Without averaging, use its model: the resized copy.
-        evaluated = averaged if len(view) > 1 or args.flip else averaged.models[0]
+        evaluated = resized_copy(model, size, args.pad)
         described = dict(zip(('height', 'width'), size, strict=True))
-        described |= {'scales': [list(each) for each in view]} if len(view) > 1 else {}
     loader, class_names, classes = create_data_loader(model, size, args, device)
     evaluated = reparameterize_model(evaluated.to(device), inplace=True)
     reset_peak_memory(device)

@@ -12,11 +12,10 @@ sum. --keep-fraction finds the threshold that keeps this share of all entries. A
 evaluated in one pass over the images. A model with one offset per head (gumbel=True) is pruned from these offsets. A
 model without global context (global_context=False) is an error, because there w = 0 is not neutral.
 
-Prints for each threshold the share of pruned entries, top-1, the offsets that a head keeps (mean, min, max), the
-smallest centred window with the offsets of all layers, and the multiply-adds of the kept offsets relative to whole
-kernels. Writes prune_bias.json, which also has offsets, window and entropy of each layer, and
-prune_bias.png (needs matplotlib). --save THRESHOLD also writes the model pruned at this threshold, cropped to that
-window, into the folder pruned/, which `timm.create_model('local-dir:DIR/pruned', pretrained=True)` loads.
+Prints for each threshold the share of pruned entries, top-1, the offsets that a head keeps (mean, min, max), and the
+multiply-adds of the kept offsets relative to whole kernels. Writes prune_bias.json, which also has offsets and entropy
+of each layer, and prune_bias.png (needs matplotlib). --save THRESHOLD also writes the model pruned at this threshold
+into the folder pruned/, which `timm.create_model('local-dir:DIR/pruned', pretrained=True)` loads.
 """
 
 import argparse
@@ -59,7 +58,6 @@ from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import set_license
 from aft_vision.regularizers import (
     conv_mixers,
-    crop,
     layer_entropies,
     prune,
     sparsity_metrics,
@@ -113,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     save_figure(draw_cost(rows), out / 'prune_bias.png')
     print(f'prune_bias.json and prune_bias.png are in {out}')
     if args.save is not None:
-        pruned = crop(prune(model, args.save))
+        pruned = prune(model, args.save)
         set_license(pruned, args.license or model.pretrained_cfg.get('license'))
         names = known_classes(model) or class_names
         export_model(pruned, out / 'pruned', names, trained, card=True)
@@ -150,12 +148,12 @@ def measure_pruned(
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print one line per threshold."""
-    print('threshold  pruned %  top-1 %    offsets a head  window  multiply-adds')
+    print('threshold  pruned %  top-1 %    offsets a head  multiply-adds')
     for row in rows:
         offsets = f'{row["offsets_mean"]:.1f} ({row["offsets_min"]}-{row["offsets_max"]})'
         print(
             f'{row["threshold"]:>9.4g}  {100 * row["sparsity"]:>8.2f}  {row["top1"]:>7.2f}  {offsets:>16}  '
-            f'{row["window"]:>6}  {row["madds_sparse"] / row["madds_dense"]:>13.3f}'
+            f'{row["madds_sparse"] / row["madds_dense"]:>13.3f}'
         )
 
 
@@ -171,10 +169,8 @@ def draw_cost(rows: Sequence[dict[str, Any]]) -> Any:
         accuracy.annotate(f'{row["threshold"]:.2g}', (x, row['top1']), **style)
     accuracy.set(ylabel='top-1 accuracy (%)', title='numbers: threshold of |exp(w) - 1|; dashed: unpruned')
     accuracy.title.set_fontsize(9)
-    for name, label in (('madds_sparse', 'kept offsets'), ('madds_window', 'cropped window of each layer')):
-        cost.plot(kept, [row[name] / row['madds_dense'] for row in rows], marker='o', label=label)
-    cost.set_ylabel('multiply-adds relative to whole kernels')
-    cost.legend(fontsize=8)
+    cost.plot(kept, [row['madds_sparse'] / row['madds_dense'] for row in rows], marker='o')
+    cost.set_ylabel('multiply-adds of the kept offsets, relative to whole kernels')
     for axes in (accuracy, cost):
         # The share may be 0, which a logarithmic axis cannot show.
         axes.set_xscale('symlog', linthresh=0.1)

@@ -8,9 +8,8 @@ from typing import Any
 from timm.models import get_model_args
 from torch import Tensor
 
-from aft_vision.models.checkpoint import ForeignFileError, load_model, read_record
+from aft_vision.models.checkpoint import ForeignFileError, load_model, load_source, read_record
 from aft_vision.models.state_dict import find_sizes
-from aft_vision.models.transfer_source import load_source
 from train.model_section import WEIGHT_KEYS, build_on_meta, is_recipe
 
 # Arguments that the data decide, or that weights are resampled to, and one that an exported folder always states.

@@ -130,9 +130,9 @@ def test_the_page_asks_for_nothing_and_runs_nothing(report):
 
 def test_every_picture_decodes_and_says_what_it_shows(report):
     pictures = Page(report.read_text()).all('img')
-    # Classes, examples, confusions, worst photographs, curves, sizes, keys and implicit attention of a photograph,
+    # Examples, confusions, worst photographs, curves, sizes, keys and implicit attention of a photograph,
     # biases, relative attention.
-    assert len(pictures) == 10
+    assert len(pictures) == 9
     for picture in pictures:
         image = Image.open(io.BytesIO(base64.b64decode(picture['src'].partition('base64,')[2])))
         image.load()
@@ -238,7 +238,8 @@ def test_the_worst_photographs_are_those_whose_class_is_least_probable(tmp_path)
     checkpoint = save(tmp_path / 'best.pth', 'aft_conv_tiny', CONV, class_names=['a', 'b', 'c'])
     images = make_folder(tmp_path, {'images': ['a', 'b', 'c']}, images=5) / 'images'
     page = main(['--checkpoint', str(checkpoint), '--images', str(images), '--size', '32']).read_text()
-    answers = predict_labelled(load_model(checkpoint), sorted(images.rglob('*.png')), (32, 32), folder=images)
+    truths = {path: 'abc'.index(path.parent.name) for path in sorted(images.rglob('*.png'))}
+    answers = predict_labelled(load_model(checkpoint), truths, (32, 32))
     worst = sorted(answers, key=lambda each: each.truth_probability)[:12]
     listed = re.findall(r'<th scope="row">(\w/\d\.png)</th><td>\w \(([\d.]+)%\)</td>', page)
     assert listed == [
@@ -423,8 +424,8 @@ def test_a_query_other_than_the_centre_is_another_picture(picture, tmp_path):
     ('extra', 'message'),
     [
         (['--only', 'attention', '--query', '5', '1'], 'a query row from 1 to 4 and a column from 1 to 4, got 5 and 1'),
-        (['--only', 'keys', '--heads', '5'], 'heads from 1 to 4, got 5'),
-        (['--only', 'keys', '--layers', '0'], r'layers that can be drawn \(1, 2\), got 0'),
+        (['--only', 'keys', '--heads', '5'], r'heads that can be drawn \(1 to 4\), got 5'),
+        (['--only', 'keys', '--layers', '0'], r'layers that can be drawn \(1 to 2\), got 0'),
         (['--only', 'keys', '--size', '30'], r'multiples of the patch size \(8, 8\), got \(30, 30\)'),
     ],
 )
