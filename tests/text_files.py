@@ -1,8 +1,6 @@
 """Small files in the real formats for tests; the words of a text say what it is about."""
 
-import csv
 import gzip
-import io
 import json
 import random
 import zipfile
@@ -11,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from aft_vision.fastformer.data.interactions import SLOTS
 from aft_vision.fastformer.data.movielens import GENRES
-from aft_vision.fastformer.data.news import AG_NEWS_CLASSES
-from aft_vision.fastformer.data.reviews import AMAZON_RATINGS, IMDB_RATINGS, SENTIMENTS
+from aft_vision.fastformer.data.reviews import AMAZON_RATINGS, IMDB_RATINGS
 
 MIND_CATEGORIES = ('autos', 'finance', 'health', 'news', 'sports', 'weather')
 COMMON_WORDS = ('the', 'a', 'of', 'and', 'it', 'was', 'this', 'with', 'as', 'for')
@@ -67,17 +63,6 @@ def write_jmars(path: str | Path, rows: int = 50, seed: int = 0) -> Path:
         review = dict(rating=topic + 1, title=writer.sentence(topic, 3), movie=f'Movie {number % 7}')
         reviews.append(review | dict(review=writer.text(topic), user=f'ur{number:07}'))
     return _write(path, json.dumps(reviews, indent=1))
-
-
-def write_acl_imdb(folder: str | Path, rows: int = 8, seed: int = 0) -> Path:
-    """Write aclImdb's folders train and test, with that many reviews of each sentiment."""
-    writer = TextWriter(seed)
-    for split in ('train', 'test'):
-        for topic, sentiment in enumerate(SENTIMENTS):
-            for number in range(rows):
-                name = f'{number}_{number % 4 + (1, 7)[topic]}.txt'
-                _write(Path(folder) / split / sentiment / name, writer.text(topic).replace('. ', '.<br /><br />'))
-    return Path(folder)
 
 
 def write_mind(folder: str | Path, rows: int = 60, seed: int = 0) -> Path:
@@ -150,20 +135,6 @@ def write_movielens(folder: str | Path, users: int = 12, films: int = 40, seed: 
     return Path(folder)
 
 
-def write_ag_news(folder: str | Path, rows: int = 40, seed: int = 0) -> Path:
-    """Write AG News' train.csv, test.csv and classes.txt."""
-    writer = TextWriter(seed)
-    for split in ('train', 'test'):
-        buffer = io.StringIO()
-        table = csv.writer(buffer, quoting=csv.QUOTE_ALL, lineterminator='\n')
-        for number in range(rows):
-            topic = number % len(AG_NEWS_CLASSES)
-            table.writerow([topic + 1, f'{writer.sentence(topic)} "Live"', writer.text(topic).replace('. ', '.\\')])
-        _write(Path(folder) / f'{split}.csv', buffer.getvalue())
-    _write(Path(folder) / 'classes.txt', '\n'.join(AG_NEWS_CLASSES) + '\n')
-    return Path(folder)
-
-
 def write_behaviors(
     path: str | Path, rows: int = 200, seed: int = 0, most: int = 8, topics: int = len(TOPIC_WORDS)
 ) -> Path:
@@ -182,23 +153,6 @@ def write_behaviors(
         behaviors = [{'type': draw.choice(BEHAVIOR_TYPES), 'text': writer.sentence(topic, 4)} for topic in done]
         request = {'label': int(ad in done), 'ad': writer.sentence(ad, 4), 'behaviors': behaviors}
         lines.append(json.dumps({**request, 'user': f'U{number // 2}'}) + '\n')
-    return _write(path, ''.join(lines))
-
-
-def write_alimama(path: str | Path, rows: int = 40, seed: int = 0) -> Path:
-    """Write the 267 columns of Alimama's clicks, padded in front: the label is 1 where the user knows the brand."""
-    draw = random.Random(seed)
-    lines = []
-    for number in range(rows):
-        known = draw.randint(1, SLOTS)
-        padding = [0] * (SLOTS - known)
-        brands = draw.choices(range(1, 60), k=known)
-        columns = [draw.choices((1, 2, 3, 4), k=known), [7 * brand for brand in brands], brands, [1] * known]
-        history = [value for column in (*columns, [1] * known) for value in (*padding, *column)]
-        brand = draw.choice(brands) if number % 2 else 0
-        profile = [1000000 + number // 2, 0, 9, 1, 3, 0, 3, 0, 1]
-        row = [*history, *profile, 5000 + brand, 7 * brand, 1, 2, brand, 0.5, 1, number % 2]
-        lines.append(','.join(map(str, row)) + '\n')
     return _write(path, ''.join(lines))
 
 

@@ -85,5 +85,4 @@ def _advice(remedies: Mapping[str, Any]) -> str:
         return f'; --split {remedies["eval_split"]} evaluates that'
     if 'train_split' in remedies or 'val_share' not in remedies:
         return ''
-    option = f'--data {remedies["dir"]} ' if 'dir' in remedies else ''
-    return f'; {option}--val-share 0.1 evaluates a tenth of the training images'
+    return '; --val-share 0.1 evaluates a tenth of the training images'

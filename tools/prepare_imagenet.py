@@ -12,8 +12,8 @@ IMAGENET/val are moved into class folders.
 The copy that Kaggle serves has class folders for training already; with its LOC_val_solution.csv the images of its flat
 val are moved into class folders. So are those of Tiny-ImageNet with its val_annotations.txt.
 
-The same command continues after an interruption. At the end every class folder has exactly the images of its archive:
-1,281,167 for training and 50,000 for validation, in 1,000 classes. Needs scipy for the development kit.
+torchvision checks and unpacks the archives; after an interruption the same command starts again. At the end there are
+the published 1,281,167 images for training and 50,000 for validation. Needs scipy for the development kit.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Make the folders, and print the number of images of each split.
 
     Raises:
-        ValueError: an archive is missing, damaged or not the published one, or images are missing.
+        ValueError: an archive is missing or not the published one, or images are missing.
     """
     args = parse_args(argv)
     validation = args.out / 'val'
@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     train, val = (args.archives / ARCHIVE_META[split][0] for split in ('train', 'val'))
     if not (train.is_file() or val.is_file() or validation.is_dir()):
         raise ValueError(f'expected {train.name} or {val.name} in {args.archives}, or a folder {validation}, got none')
-    classes, labels = read_devkit(args.archives, args.out)
+    labels = read_devkit(args.archives, args.out)
     if train.is_file():
-        report(args.out / 'train', unpack_training(train, args.out / 'train', classes))
+        report(args.out / 'train', unpack_training(train, args.out / 'train'))
     if val.is_file():
         report(validation, unpack_validation(val, validation, labels))
     elif validation.is_dir():

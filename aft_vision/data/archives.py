@@ -3,29 +3,24 @@
 import csv
 import os
 import re
-import shutil
-import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import IO
 
 from torchvision.datasets.imagenet import ARCHIVE_META, META_FILE, load_meta_file, parse_devkit_archive
-from tqdm import tqdm
+from torchvision.datasets.utils import check_integrity, extract_archive
 
-from aft_vision.data.images import find_images, is_hidden
+from aft_vision.data.images import find_images
 from aft_vision.data.layout import ANNOTATIONS
-from aft_vision.data.shards import StrictTarInfo
 
 # The class of every validation image: by its name without suffix, or in the order of the names.
 Labels = Mapping[str, str] | Sequence[str]
 
 
-def read_devkit(archives: Path, out: Path) -> tuple[list[str], list[str]]:
+def read_devkit(archives: Path, out: Path) -> list[str]:
     """Read the archive of the development kit by torchvision, which keeps what it has read in `out`.
 
     Returns:
-        The classes, and the class of every validation image in the order of their names.
+        The class of every validation image in the order of their names.
 
     Raises:
         ValueError: the archive is missing or is not the published one.
@@ -40,8 +35,7 @@ def read_devkit(archives: Path, out: Path) -> tuple[list[str], list[str]]:
             raise ValueError(f'expected {archive} as published, with its md5: {error}') from error
         except ImportError as error:
             raise ImportError(f'the development kit of ImageNet needs scipy: pip install scipy ({error})') from error
-    classes, of_images = load_meta_file(out)
-    return sorted(classes), of_images
+    return load_meta_file(out)[1]
 
 
 def read_solution(path: Path) -> dict[str, str]:
@@ -65,39 +59,31 @@ def read_solution(path: Path) -> dict[str, str]:
         return {row['ImageId']: row['PredictionString'].partition(' ')[0] for row in rows}
 
 
-def unpack_training(archive: Path, folder: Path, classes: Iterable[str]) -> int:
-    """Unpack the archive of one tar file per class into a folder per class; files that are there are kept.
+def unpack_training(archive: Path, folder: Path) -> int:
+    """Unpack the archive of one tar file per class into a folder per class.
 
     Returns:
         The number of images.
 
     Raises:
-        ValueError: the archive is damaged or lacks a class or its images, or a folder then has other images too.
+        ValueError: the archive is not the published one, by its checksum.
     """
-    count = 0
-    with _opened(archive) as file:
-        members = {PurePosixPath(member.name).stem: member for member in file if member.isfile()}
-        _check_equal(f'classes of {archive}', members, classes)
-        for name, member in tqdm(members.items(), desc=folder.name, unit='class', disable=None):
-            with _opened(archive / member.name, file.extractfile(member)) as inner:
-                images = {PurePosixPath(image.name).name: image for image in inner if image.isfile()}
-                if not images:
-                    raise ValueError(f'expected images in {archive / member.name}, got none; fetch the archive again')
-                for each, image in images.items():
-                    _write(inner, image, folder / name / each)
-            _check_equal(f'images of {folder / name}', _names(folder / name), images)
-            count += len(images)
-    return count
+    _unpack('train', archive, folder)
+    for inner in sorted(folder.glob('*.tar')):
+        extract_archive(inner, inner.with_suffix(''), remove_finished=True)
+    return len(find_images(folder).paths)
 
 
-def unpack_validation(archive: Path, folder: Path, labels: Labels) -> int:
+def unpack_validation(archive: Path, folder: Path, labels: Sequence[str]) -> int:
     """Unpack the archive of all validation images into class folders, otherwise as `unpack_training`."""
-    with _opened(archive) as file:
-        members = {PurePosixPath(member.name).name: member for member in file if member.isfile()}
-        class_of = _match(members, labels, archive)
-        for name in tqdm(sorted(members), desc=folder.name, unit='image', disable=None):
-            _write(file, members[name], folder / class_of[name] / name)
-    return _count(folder, class_of)
+    _unpack('val', archive, folder)
+    return sort_validation(folder, labels)
+
+
+def _unpack(split: str, archive: Path, folder: Path) -> None:
+    if not check_integrity(archive, ARCHIVE_META[split][1]):
+        raise ValueError(f'expected {archive} as published, with the md5 {ARCHIVE_META[split][1]}, got another file')
+    extract_archive(archive, folder)
 
 
 def sort_validation(folder: Path, labels: Labels) -> int:
@@ -109,7 +95,9 @@ def sort_validation(folder: Path, labels: Labels) -> int:
     Raises:
         ValueError: images are missing, or have no class.
     """
-    paths = {os.path.basename(path): Path(path) for path in find_images(folder).paths}
+    # Of an image that an interrupted run has moved and unpacked again, the one outside a class folder counts.
+    images = sorted(find_images(folder).paths, key=len, reverse=True)
+    paths = {os.path.basename(path): Path(path) for path in images}
     class_of = _match(paths, labels, folder)
     for name, path in paths.items():
         (folder / class_of[name]).mkdir(exist_ok=True)
@@ -121,17 +109,7 @@ def sort_validation(folder: Path, labels: Labels) -> int:
             emptied.rmdir()
         elif all(name.startswith('.') or name == 'Thumbs.db' for name in left):
             emptied.rename(emptied.with_name(f'.{emptied.name}'))
-    return _count(folder, class_of)
-
-
-@contextmanager
-def _opened(archive: Path, content: IO[bytes] | None = None) -> Iterator[tarfile.TarFile]:
-    """Open a tar file; `content` is the content of one inside another."""
-    try:
-        with tarfile.open(archive, 'r:', content, tarinfo=StrictTarInfo) as file:
-            yield file
-    except (tarfile.TarError, EOFError) as error:
-        raise ValueError(f'expected a whole tar file, got {archive}: {error}') from error
+    return len(paths)
 
 
 def _match(names: Iterable[str], labels: Labels, folder: Path) -> dict[str, str]:
@@ -143,32 +121,6 @@ def _match(names: Iterable[str], labels: Labels, folder: Path) -> dict[str, str]
         return dict(zip(names, labels, strict=True))
     _check_equal(f'validation images in {folder}', [PurePosixPath(name).stem for name in names], labels)
     return {name: labels[PurePosixPath(name).stem] for name in names}
-
-
-def _write(file: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    """Write a member whole or not at all, unless it is there already."""
-    if path.is_file() and path.stat().st_size == member.size:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Hidden, so that what a killed process leaves is no image.
-    temporary = path.with_name(f'.{path.name}')
-    with file.extractfile(member) as source, temporary.open('wb') as target:  # type: ignore[union-attr]
-        shutil.copyfileobj(source, target)
-    temporary.replace(path)
-
-
-def _count(folder: Path, class_of: Mapping[str, str]) -> int:
-    """Return the number of images, after checking that every class folder has its own."""
-    wanted: dict[str, list[str]] = {}
-    for name, label in class_of.items():
-        wanted.setdefault(label, []).append(name)
-    for label, names in wanted.items():
-        _check_equal(f'images of {folder / label}', _names(folder / label), names)
-    return len(class_of)
-
-
-def _names(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if not is_hidden(path.name)]
 
 
 def _check_equal(what: str, names: Iterable[str], wanted: Iterable[str]) -> None:

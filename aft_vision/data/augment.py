@@ -116,8 +116,6 @@ class BatchAugmentation:
             images = self.erase(images)
         if self.mix is None:
             return images, targets
-        if len(images) % 2:
-            raise ValueError(f'expected a batch of even size, because mixup and cutmix pair images, got {len(images)}')
         return self.mix(images, targets)
 
 

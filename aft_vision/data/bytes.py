@@ -1,6 +1,5 @@
 """Text as sequences of bytes: enwik8, text8 and other files, split into training, validation and test."""
 
-import hashlib
 import lzma
 import re
 import zipfile
@@ -10,16 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aft_vision.data.checksums import damaged
-
 # Training, validation and test part of enwik8 and of text8, in bytes.
 PARTS = (90_000_000, 5_000_000, 5_000_000)
 TEXT8 = b' abcdefghijklmnopqrstuvwxyz'
 VOCABULARIES = {'bytes': 256, 'text8': len(TEXT8)}
 # First bytes of archives: gzip, bzip2, zip, xz, Zstandard.
 PACKED = re.compile(rb'\x1f\x8b|BZh[1-9]1AY&SY|PK\x03\x04|\xfd7zXZ|\x28\xb5\x2f\xfd')
-# Sums of the files as published, unpacked: http://mattmahoney.net/dc/textdata.html
-MD5 = {'enwik8': 'a1fa5ffddb56f4953e226637dabbb36a', 'text8': '3bea1919949baf155f99411df5fada7e'}
 
 
 class Text(NamedTuple):
@@ -58,7 +53,7 @@ def read_text(path: str | Path, vocabulary: str = 'bytes') -> Text:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file, unpack a .zip or .xz, and check the published checksum for its name.
+    """Read a file, and unpack a .zip or .xz.
 
     Raises:
         ValueError: the file is damaged, or packed otherwise.
@@ -73,12 +68,9 @@ def read_bytes(path: Path) -> bytes:
             content = path.read_bytes()
     # RuntimeError: an encrypted archive; NotImplementedError, one of its kind: an unknown compression.
     except (zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, RuntimeError) as error:
-        raise damaged(path, error) from error
+        raise ValueError(f'expected a whole file, got {path}: {error}') from error
     if PACKED.match(content):
         raise ValueError(f'expected a text, plain, .zip or .xz, got {path}, which is packed: unpack it')
-    expected = MD5.get(path.stem)
-    if expected is not None and len(content) == sum(PARTS):
-        _check_published(content, expected, path)
     return content
 
 
@@ -136,12 +128,3 @@ def _read_zip(path: Path) -> bytes:
         if len(named or files) != 1:
             raise ValueError(f'expected 1 file, or one called {path.stem}, in {path}, got {len(files)}')
         return archive.read((named or files)[0])
-
-
-def _check_published(content: bytes, expected: str, path: Path) -> None:
-    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if md5 != expected:
-        raise ValueError(
-            f'expected {path} to hold {path.stem} as published, whose md5 is {expected}, got one with the md5 {md5}; '
-            'give another text another name'
-        )

@@ -38,14 +38,9 @@ from aft_vision.data.images import (
 from aft_vision.data.layout import (
     EVAL_SPLITS,
     MAX_LISTED,
-    PREPARATION,
     TRAIN_SPLITS,
     MissingSplitError,
-    advise_flat,
-    check_no_classes,
-    check_no_classes_in_tar,
     check_no_splits,
-    check_sorted,
     class_folder,
     find_present,
     find_split,
@@ -116,8 +111,6 @@ class Source:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.on_corrupt_image not in ('raise', 'skip'):
-            raise ValueError(f"on_corrupt_image must be 'raise' or 'skip', got {self.on_corrupt_image!r}")
         if self.name.lower().startswith('torch/') and not self.dir:
             raise ValueError(f'expected the folder of {self.name}, got none')
         for key in ('input_key', 'target_key', 'download'):
@@ -268,8 +261,6 @@ def _open_any(source: Source, wanted: Sequence[str], seed: int, is_training: boo
         raise ValueError(f'expected a folder or tar file of class folders without splits, got {root}')
     else:
         path = find_split(root, names, SUFFIXES)
-        if is_whole and names == TRAIN_SPLITS and not any(find_present(root, name, SUFFIXES) for name in EVAL_SPLITS):
-            check_no_classes(path)
         split = OPENERS[path.suffix if path.is_file() else ''](path, source.num_classes)
     _check_count(source.num_classes, split.class_names, path)
     return split
@@ -283,9 +274,7 @@ def _open_folder(folder: Path, undivided: bool = False) -> Split:
     """
     paths, class_folders, ignored = find_images(folder)
     if not class_folders:
-        flat = f'{len(paths)} images without one; {advise_flat(paths)}' if paths else 'none'
-        raise ValueError(f'expected one folder per class in {folder}, got {flat}')
-    check_sorted(folder, class_folders)
+        raise ValueError(f'expected one folder per class in {folder}, got {len(paths)} images without one')
     folders = {each: PurePosixPath(each).relative_to(folder) for each in set(map(os.path.dirname, paths))}
     split = None if undivided else folder.name
     if (inner := unwrap(PurePosixPath(), folders.values(), class_folders, split)).parts:
@@ -304,7 +293,10 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     """
     members = _read_members(path)
     suffix_of, suffixes = {name: file_kind(name) for name in members}, image_suffixes()
-    _check_members(path, members, suffix_of)
+    # A link may be a class folder, so its suffix does not count.
+    for name, member in members.items():
+        if suffix_of[name] != HIDDEN and not (member.isdir() or member.isfile()):
+            raise ValueError(f'expected files in {path}, got the link {name}; tar --dereference --hard-dereference')
     images = [name for name, member in members.items() if not member.isdir() and suffix_of[name] in suffixes]
     if not images:
         raise ValueError(f'expected images in class folders in {path}, got none')
@@ -313,10 +305,8 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     undivided = wanted is None or (whole is not None and not find_split_folders(image_folders, whole))
     tops = {find_top(image_folders)} if undivided else find_split_folders(image_folders, wanted or ())
     if not tops:
-        raise missing_split(f'folder {" or ".join(wanted or ())} of class folders', path, wanted or (), image_folders)
-    is_default = whole is not None and wanted == TRAIN_SPLITS and not undivided
-    if is_default and not find_split_folders(image_folders, EVAL_SPLITS):
-        check_no_classes_in_tar(path, tops, image_folders)
+        names = {folder.parent.name for folder in image_folders} - {''}
+        raise missing_split(f'folder {" or ".join(wanted or ())} of class folders', path, wanted or (), [*names])
     tops = {
         unwrap(
             top,
@@ -334,8 +324,7 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
     chosen = [name for name in inside if not members[name].isdir() and suffix_of[name] in suffixes]
     used = {label for label in map(labels.__getitem__, map(os.path.dirname, chosen)) if label}
     if not used:
-        flat = f'{len(chosen)} without one; {advise_flat(chosen)}'
-        raise ValueError(f'expected images in class folders of {path}, got {flat}')
+        raise ValueError(f'expected images in class folders of {path}, got {len(chosen)} without one')
     folders = used.union(each.name for each in shown if each.parent in tops and each.name)
     others = [suffix_of[name] for name in inside if not members[name].isdir() and suffix_of[name] not in suffixes]
     split = _make_split(path, partial(_TarReader, members), chosen, labels, [*folders], Counter(others))
@@ -345,22 +334,6 @@ def _open_tar(path: Path, wanted: Sequence[str] | None = None, whole: Sequence[s
 
 def _is_shown(folder: str) -> bool:
     return not is_hidden(folder) and PurePosixPath(folder).name != MACOS_FOLDER
-
-
-def _check_members(path: Path, members: Mapping[str, tarfile.TarInfo], suffix_of: Mapping[str, str]) -> None:
-    """Raise a ValueError for a link, a sparse file or a tar file among the members that are not hidden."""
-    for name, member in members.items():
-        if suffix_of[name] == HIDDEN:
-            continue
-        # A link may be a class folder, so its suffix does not count.
-        if not (member.isdir() or member.isfile()):
-            raise ValueError(f'expected files in {path}, got the link {name}; tar --dereference --hard-dereference')
-        if member.issparse():
-            raise ValueError(f'expected whole files in {path}, got the sparse {name}; tar without --sparse')
-        if member.isfile() and suffix_of[name] == '.tar':
-            raise ValueError(
-                f'expected images in class folders of {path}, got a tar file of them, {name}: unpack it; {PREPARATION}'
-            )
 
 
 def _make_split(
@@ -391,7 +364,6 @@ def _make_split(
     if without_images:
         listed = list_names(without_images, MAX_LISTED)
         raise ValueError(f'expected images in every class folder of {root}, got none in {listed}{others}')
-    _check_names(class_folders, root)
     names = sorted(class_folders, key=_natural_order)
     reader = make_reader(root, names, labelled)
     dataset = CheckedImageDataset(str(root), reader=reader)
@@ -461,21 +433,10 @@ def _read_members(path: Path) -> dict[str, tarfile.TarInfo]:
         raise ValueError(f'expected a whole tar file, got {path}: {error}') from error
 
 
-def _check_names(names: Iterable[str], path: Path) -> None:
-    """Reject class names that differ only in case, which are one folder on some file systems."""
-    by_key: dict[str, str] = {}
-    for name in names:
-        if by_key.setdefault(name.lower(), name) != name:
-            raise ValueError(
-                f'expected class names in {path} that differ in more than case, got {by_key[name.lower()]} and {name}'
-            )
-
-
 def _open_named(source: Source, wanted: Sequence[str], seed: int, is_training: bool) -> Split:
     """Open a data set of timm's readers; map-style image data sets also name damaged images."""
     if not source.name.lower().startswith(NAMED):
-        more = '; hfds/ downloads the same data set' if source.name.lower().startswith('hfids/') else ''
-        raise ValueError(f'the name of a data set must begin with one of {", ".join(NAMED)}, got {source.name!r}{more}')
+        raise ValueError(f'the name of a data set must begin with one of {", ".join(NAMED)}, got {source.name!r}')
     name = wanted[0] if len(wanted) == 1 else 'validation'
     # timm treats any other name as the test split.
     if source.name.lower().startswith('torch/') and name not in TORCH_SPLITS:
@@ -535,14 +496,9 @@ def _check_targets(split: Split, source: Source, name: str) -> None:
     wrong = [i for i, label in enumerate(labels) if not (isinstance(label, int) and 0 <= label < count)]
     if not wrong:
         return
-    wrong_label, remedy = labels[wrong[0]], ''
-    if wrong_label == count and min(labels) == 1:
-        remedy = f'; data.num_classes={count + 1} reads labels that begin at 1'
-    elif wrong_label == -1:
-        remedy = '; a split without labels cannot be used: data.eval_split names another, data.val_share=0.1 holds out'
     raise ValueError(
-        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {wrong_label!r} for image '
-        f'{wrong[0]}{remedy}'
+        f'expected labels from 0 to {count - 1} in the split {name!r} of {source.name}, got {labels[wrong[0]]!r} for '
+        f'image {wrong[0]}'
     )
 
 

@@ -18,9 +18,7 @@ SIMILAR = {
     'train_split': re.compile(r'(?<![a-z])train(ing)?(?![a-z])'),
     'eval_split': re.compile(r'(?<![a-z])(val(id(ation)?)?|eval(uation)?|test(ing)?)(?![a-z])'),
 }
-PREPARATION = 'aft-vision prepare-imagenet makes the class folders of ImageNet from its archives or a flat val'
 ANNOTATIONS = 'val_annotations.txt'
-AS_CLASSES = 'if all are classes, move them into a new folder train'
 # Names that a message lists.
 MAX_LISTED = 10
 
@@ -58,13 +56,11 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
         ValueError: `root` is missing, not a directory or empty, or has none of the splits.
     """
     root = Path(root)
-    if not root.is_dir():
+    entries = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    if not entries:
         raise ValueError(
             f'expected a data set directory with the folders train and val, or a tar file, got {root}, which is not one'
         )
-    entries = sorted(path.name for path in root.iterdir())
-    if not entries:
-        raise ValueError(f'expected a data set directory with the folders train and val, got {root}, which is empty')
     for name in wanted:
         present = find_present(root, name, suffixes)
         if present:
@@ -72,13 +68,8 @@ def find_split(root: str | Path, wanted: Sequence[str], suffixes: Sequence[str])
                 others = ' and '.join(path.name for path in present[1:])
                 _logger.warning('%s is read, and not %s next to it', present[0], others)
             return present[0]
-    parents = [root / name / each for name in entries for each in _folders(root / name)]
-    files = [root / name / 'a class' for name in entries if Path(name).suffix in suffixes[1:]]
-    image_folders = [PurePosixPath(path).relative_to(root) for path in (*parents, *files)]
-    classes = [name for name in entries if _has_images(root / name)]
-    raise missing_split(
-        f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, image_folders, entries, classes
-    )
+    names = [name for name in entries if _folders(root / name) or Path(name).suffix in suffixes[1:]]
+    raise missing_split(f'folder, .tar or .beton file {" or ".join(wanted)}', root, wanted, names, entries)
 
 
 def find_present(root: Path, name: str, suffixes: Sequence[str]) -> list[Path]:
@@ -96,48 +87,8 @@ def _is_class(folder: Path) -> bool:
 
     A flat split, whose images have no classes, has no such folder next to it.
     """
-    return _is_flat(folder) and any(map(_is_flat, _others(folder)))
-
-
-def _others(split: Path) -> list[Path]:
-    """Return the folders next to a split that do not have the name of one."""
-    return [split.with_name(name) for name in sorted(_without_splits(_folders(split.parent)))]
-
-
-def _without_splits(names: Iterable[str]) -> set[str]:
-    return {name for name in names if name.lower() not in {*TRAIN_SPLITS, *EVAL_SPLITS}}
-
-
-def check_no_classes(split: Path) -> None:
-    """Raise a ValueError if folders next to the only split may be classes: it may be one itself, with such a name."""
-    others = [folder.name for folder in _others(split) if _has_images(folder)]
-    _refuse_classes(split, others, f'data.dir={split}, or --data {split} of a tool, reads its folders as the classes')
-
-
-def check_no_classes_in_tar(
-    path: Path, splits: Iterable[PurePosixPath], image_folders: Collection[PurePosixPath]
-) -> None:
-    """Raise a ValueError as `check_no_classes`, for folders of a tar file.
-
-    Args:
-        image_folders: The folders with images.
-    """
-    for split in splits:
-        next_to = [inside for inside in image_folders if split.parent in inside.parents]
-        others = _without_splits(inside.relative_to(split.parent).parts[0] for inside in next_to)
-        _refuse_classes(f'{split} in {path}', sorted(others), 'a tar file of it alone has its folders as the classes')
-
-
-def _refuse_classes(split: Path | str, others: Sequence[str], remedy: str) -> None:
-    if others:
-        raise ValueError(
-            f'expected one folder per class, or a split of class folders, got {split} with folders, and next to it '
-            f'{list_names(others, MAX_LISTED)}; {AS_CLASSES}, else {remedy}'
-        )
-
-
-def _has_images(folder: Path) -> bool:
-    return bool(_folders(folder)) or _is_flat(folder)
+    others = [name for name in _folders(folder.parent) if name.lower() not in (*TRAIN_SPLITS, *EVAL_SPLITS)]
+    return _is_flat(folder) and any(_is_flat(folder.with_name(name)) for name in others)
 
 
 def _is_flat(folder: Path) -> bool:
@@ -157,37 +108,20 @@ def _folders(folder: Path) -> list[str]:
 
 
 def missing_split(
-    expected: str,
-    root: Path,
-    wanted: Sequence[str],
-    image_folders: Collection[PurePosixPath],
-    entries: Sequence[str] | None = None,
-    classes: Iterable[str] | None = None,
+    expected: str, root: Path, wanted: Sequence[str], names: Sequence[str], entries: Sequence[str] | None = None
 ) -> ValueError:
     """Return the error of a missing split; a MissingSplitError unless one of another name was asked for.
 
     Args:
         expected: The split that is missing.
-        image_folders: Folders that may be classes.
-        entries: Names of the files in `root`; by default of the folders with classes.
-        classes: Names of the folders in `root` with images or folders; the outermost of `image_folders` by default.
+        names: Names of folders with folders, and of files, which may be splits.
+        entries: Names of all in `root`; `names` by default.
     """
-    names = sorted({path.parent.name for path in image_folders if path.parent.name})
-    flat = [name for name in wanted if any(each.lower() == name for each in entries or ())]
-    note = f'; {flat[0]} there has images and no folders, so it is a class' if flat else ''
-    listed = list_names(names if entries is None else entries, MAX_LISTED) or 'none'
-    message = f'expected a {expected} in {root}, got only {listed}{note}'
+    listed = list_names(sorted(names) if entries is None else entries, MAX_LISTED) or 'none'
+    message = f'expected a {expected} in {root}, got only {listed}'
     if tuple(wanted) not in (EVAL_SPLITS, TRAIN_SPLITS):
         return ValueError(message)
-    remedies = _remedies(names)
-    tops = {path.parts[0] for path in image_folders if path.parts} if classes is None else {*classes}
-    splits = tops & {*names} - _without_splits(names)
-    # A class may have the name of a split, and folders.
-    if splits and _without_splits(tops) and remedies.keys() <= {'val_share'}:
-        message += f'; {AS_CLASSES}'
-        if remedies:
-            remedies = {'dir': root / min(splits), **remedies} if root.is_dir() else {}
-    return MissingSplitError(message, remedies)
+    return MissingSplitError(message, _remedies(sorted(names)))
 
 
 def _remedies(names: Sequence[str]) -> dict[str, Any]:
@@ -277,18 +211,3 @@ def check_no_splits(root: Path, image_folders: Iterable[PurePosixPath]) -> None:
                 f'folders {list_names(sorted(inner[name]), MAX_LISTED)}',
                 _remedies([name, *twins]),
             )
-
-
-def check_sorted(folder: Path, class_folders: Sequence[str]) -> None:
-    """Raise a ValueError for the validation images of Tiny-ImageNet as published, which are not in class folders."""
-    if (folder / ANNOTATIONS).is_file() and len(class_folders) == 1:
-        raise ValueError(
-            f'expected one folder per class in {folder}, got the images of Tiny-ImageNet without one; '
-            f'aft-vision prepare-imagenet --solution {folder / ANNOTATIONS} --out {folder.parent} makes them'
-        )
-
-
-def advise_flat(paths: Sequence[str]) -> str:
-    """Return what makes class folders of images without one."""
-    of_imagenet = any(os.path.basename(path).startswith('ILSVRC2012_val') for path in paths)
-    return PREPARATION if of_imagenet else 'move each image into a folder with the name of its class'

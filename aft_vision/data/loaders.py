@@ -222,8 +222,6 @@ def _warn(source: Source, *splits: Split) -> None:
         _logger.warning('ignored in %s, because they are hidden or no images: %s', name, ignored)
     if nested := next((split.nested for split in splits if split.nested), ''):
         _logger.warning('the class of an image is its outermost folder, as of %s', nested)
-    if len(splits[0].class_names) == 1:
-        _logger.warning('%s has one class, %s, so every prediction is right', name, splits[0].class_names[0])
 
 
 def _warn_of_small_classes(train: Split, balanced: bool) -> None:
@@ -314,8 +312,6 @@ class _NamedTransforms(ScheduledTransformDataset):
 
 
 def _eval_loader(split: Split, batch_size: int, shard: Shard, read: _Reading) -> PrefetchLoader | NaFlexPrefetchLoader:
-    if batch_size < 1:
-        raise ValueError(f'evaluation batch size must be at least 1, got {batch_size}')
     dataset, sizes = split.dataset, (read.preprocessing.size,)
     dataset.transform = dataset.eval_transform(read.preprocessing.size, read.preprocessing.crop_pct)
     if not split.is_stream:

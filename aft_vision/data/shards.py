@@ -322,10 +322,7 @@ class WebDataset(ImageData, IterableDataset):
     def _label(self, content: bytes, name: str) -> Any:
         if not self.target_key:
             return content
-        try:
-            fields = json.loads(content)
-        except ValueError as error:
-            raise ValueError(f'expected JSON in {name}, got: {error}') from error
+        fields = json.loads(content)
         if not has_field(fields, self.target_key):
             raise ValueError(
                 f'expected the field data.target_key, {self.target_key}, in {name}, got {", ".join(fields)}'

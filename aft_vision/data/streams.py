@@ -42,8 +42,6 @@ class StreamLoader(DataLoader):
     ) -> None:
         super().__init__(stream, batch_size, collate_fn=partial(_collate_whole, batch_size, collate), **options)
         self.stream, self.collate = stream, collate
-        # Files with their own numbers of images are compared one by one.
-        self._counts_more = stream.is_training and not stream.is_divisible
 
     def __len__(self) -> int:
         images, size = len(self.stream), self.batch_size or 1
@@ -54,13 +52,10 @@ class StreamLoader(DataLoader):
         while True:
             before, read = made, 0
             stream.forget_skipped()
-            batches = self._batches()
-            for batch in batches:
+            for batch in self._batches():
                 read += len(batch[1])
                 if stream.is_training and len(batch[1]) < (self.batch_size or 1):
                     continue
-                if self._counts_more and made + 1 == len(self):
-                    self._warn_of_more(batches, read)
                 yield batch
                 made += 1
                 if stream.is_training and made == len(self):
@@ -70,16 +65,6 @@ class StreamLoader(DataLoader):
                 return
             if made == before:
                 raise CorruptImageError(f'expected a batch of images that can be read in {stream.name}, got {read}')
-
-    def _warn_of_more(self, batches: Iterator[Any], read: int) -> None:
-        """Warn once if the data set goes on after the number of images that it is said to have."""
-        self._counts_more = False
-        name, stated = self.stream.name, self.stream.images
-        for batch in batches:
-            read += len(batch[1])
-            if read > stated:
-                _logger.warning('%s has more than the stated %d images; an epoch has only so many', name, stated)
-                return
 
     def _compare(self, read: int) -> None:
         """Compare the images of a whole pass with the split; at most the skipped ones may be missing."""

@@ -114,15 +114,13 @@ class FastformerForConversion(FastformerHierarchyModel):
             logits, shaped as ad, the lowest number where ad is -1, and with labels the mean binary cross-entropy.
 
         Raises:
-            ValueError: shapes do not match, or there are more behaviours than `config.max_behaviors`.
+            ValueError: there are more behaviours than `config.max_behaviors`.
         """
         vectors = self.text_encoder(input_ids, attention_mask)
         ads, shown = gather_vectors(vectors, ad)
         logits = self.score(self.encode_users(vectors, behaviors, behavior_types), ads)
         loss = None
         if labels is not None:
-            if labels.shape != logits.shape:
-                raise ValueError(f'labels must have the shape of ad, {tuple(ad.shape)}, got {tuple(labels.shape)}')
             # Half precision would round the loss of a confident prediction to 0.
             dtype = accumulate_dtype(logits)
             expected = labels.to(dtype).masked_fill(~shown, 0.0)
@@ -135,11 +133,6 @@ class FastformerForConversion(FastformerHierarchyModel):
         """Encode users to (B, C), zero for users without behaviours; vectors (U, C) encode the texts."""
         if behavior_types is None:
             behavior_types = torch.zeros_like(behaviors)
-        if behaviors.ndim != 2 or behavior_types.shape != behaviors.shape:
-            raise ValueError(
-                'behaviors and behavior_types must have one shape (B, M), '
-                f'got {tuple(behaviors.shape)} and {tuple(behavior_types.shape)}'
-            )
         behavior_vectors, mask = gather_vectors(vectors, behaviors)
         types = self.embed_types(behavior_types.masked_fill(~mask, 0))
         return self.user_encoder(behavior_vectors + types, mask)

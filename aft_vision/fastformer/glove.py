@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from aft_vision.fastformer.data.files import read_lines, zip_members
+from aft_vision.fastformer.data.files import read_lines
 
 # Standard deviation of the rows if fewer than two words are found, which have no covariance.
 DEFAULT_STD = 0.02
@@ -38,13 +38,14 @@ def load_glove(
     Args:
         model_or_embedding: Its input embedding is filled, so it needs as many columns as the file has numbers a line.
         tokenizer: Whose words the rows stand for.
-        path: A GloVe text file, or a .zip or .gz of it; of a .zip with several, the file of the embedding's width.
+        path: A GloVe text file, or a .zip or .gz of it.
         seed: Seed of the rows that are drawn.
 
     Raises:
         ValueError: the file is damaged or of another width, or the embedding has fewer rows than there are words.
     """
-    embedding = _find_embedding(model_or_embedding)
+    model = model_or_embedding
+    embedding: Any = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
     rows, dim = embedding.weight.shape
     vocabulary = tokenizer.get_vocab()
     largest = max(vocabulary.values())
@@ -57,7 +58,7 @@ def load_glove(
     with torch.no_grad():
         embedding.weight.copy_(torch.from_numpy(matrix))
     # transformers.initialization reads it: without it, a later post_init() would initialise the rows again.
-    embedding.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    embedding.weight._is_hf_initialized = True
     return coverage
 
 
@@ -104,17 +105,9 @@ def glove_matrix(
     return matrix.astype(np.float32), Coverage(len(known), drawn, int(padding is not None))
 
 
-def _find_embedding(model: PreTrainedModel | nn.Embedding) -> nn.Embedding:
-    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model
-    if not isinstance(embedding, nn.Embedding):
-        raise ValueError(f'expected a model of transformers or an nn.Embedding, got {type(embedding).__name__}')
-    return embedding
-
-
 def _split_lines(path: Path, dim: int) -> Iterator[tuple[str, bytes, bytes]]:
     """Stream location, token and numbers of the lines; a token may hold spaces, so lines are split from the right."""
-    member = _choose_member(path, dim) if path.suffix == '.zip' else None
-    for number, line in read_lines(path, member):
+    for number, line in read_lines(path):
         line = line.rstrip(b' \r\n')
         spaces = line.count(b' ')
         if number == 1 and spaces != dim:
@@ -134,12 +127,3 @@ def _parse_vector(location: str, numbers: bytes) -> np.ndarray:
     if not np.isfinite(vector).all():
         raise ValueError(f'{location}: expected finite numbers after the token')
     return vector
-
-
-def _choose_member(path: Path, dim: int) -> str | None:
-    """Find the file of a width in an archive like glove.6B.zip; None where there is but one file."""
-    members = zip_members(path) if path.is_file() else []
-    fitting = [name for name in members if f'.{dim}d.' in name]
-    if len(members) > 1 and len(fitting) != 1:
-        raise ValueError(f'expected one file of {path} to have .{dim}d. in its name, got {", ".join(members)}')
-    return fitting[0] if len(members) > 1 else None

@@ -38,8 +38,6 @@ class FastformerHierarchyConfig(FastformerConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
             fields = dict(self.text_config)
-            if 'model_type' not in fields:
-                raise ValueError(f'text_config must have a model_type, such as bert, got {", ".join(fields):.200}')
             self.text_config = AutoConfig.for_model(fields.pop('model_type'), **fields)
         if self.max_behaviors < 1:
             raise ValueError(f'max_behaviors must be at least 1, got {self.max_behaviors}')

@@ -32,25 +32,16 @@ class _Impressions(NamedTuple):
 def ranking_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> dict[str, float]:
     """Compute group AUC, MRR, nDCG@5 and nDCG@10, in [0, 1].
 
+    MRR is the mean of 1 / rank over all clicked candidates, not only of the first. nDCG has gains 2^label - 1 and
+    discounts log2(1 + rank).
+
     Args:
         scores: (n,), of the candidates of all impressions, one impression after another; the larger, the earlier.
         labels: (n,), 1 where a candidate was clicked, else 0.
         sizes: (I,), how many candidates each impression has; they sum to n.
 
     Raises:
-        ValueError: shapes that do not fit, a score that is NaN, another label, or no impression with both labels.
-    """
-    metrics = impression_metrics(scores, labels, sizes)
-    if not len(metrics['auc']):
-        raise ValueError('expected an impression with a clicked and another candidate, got none')
-    return {name: float(values.mean()) for name, values in metrics.items()}
-
-
-def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> dict[str, np.ndarray]:
-    """Return the metrics of each impression with both labels, in order; `ranking_metrics` gives their means.
-
-    MRR is the mean of 1 / rank over all clicked candidates, not only of the first. nDCG has gains 2^label - 1 and
-    discounts log2(1 + rank).
+        ValueError: shapes that do not fit, a score that is NaN, or no impression with both labels.
     """
     data = _check(scores, labels, sizes)
     clicked = data.sum(data.labels)
@@ -58,6 +49,8 @@ def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -
     # The sum of the ranks of clicks, where ties have their mean rank, gives AUC.
     total = data.sum(_ranks(data, method='average') * data.labels)
     mixed = (clicked > 0) & (clicked < data.sizes)
+    if not mixed.any():
+        raise ValueError('expected an impression with a clicked and another candidate, got none')
     with np.errstate(invalid='ignore', divide='ignore'):
         # Impressions that are not mixed are 0 / 0, and left out.
         metrics = {
@@ -68,7 +61,7 @@ def impression_metrics(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -
             best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(cutoff) + 2))])
             gained = data.sum(np.where(ranks <= cutoff, gains / np.log2(ranks + 1), 0.0))
             metrics[f'ndcg{cutoff}'] = gained / best[np.minimum(clicked, cutoff).astype(np.int64)]
-    return {name: values[mixed] for name, values in metrics.items()}
+    return {name: float(values[mixed].mean()) for name, values in metrics.items()}
 
 
 def click_loss(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> float:
@@ -111,6 +104,4 @@ def _check(scores: ArrayLike, labels: ArrayLike, sizes: ArrayLike) -> _Impressio
         )
     if np.isnan(scores).any():
         raise ValueError(f'expected scores that are numbers, got NaN at {int(np.flatnonzero(np.isnan(scores))[0])}')
-    if not np.isin(labels, (0, 1)).all():
-        raise ValueError(f'expected labels 0 and 1, got {sorted(set(labels.tolist()) - {0, 1})[0]:g}')
     return _Impressions(scores, labels, np.repeat(np.arange(len(sizes)), sizes), sizes)

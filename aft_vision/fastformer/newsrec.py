@@ -18,7 +18,6 @@ from .hierarchy import (
     create_text_encoder,
     gather_vectors,
 )
-from .modeling import require_labels
 
 
 class FastformerNewsConfig(FastformerHierarchyConfig):
@@ -97,14 +96,11 @@ class FastformerForNewsRecommendation(FastformerHierarchyModel):
             labels: (B,), the index of the clicked one among the candidates: cross-entropy over them.
 
         Raises:
-            ValueError: history or candidates are missing, or of different numbers of users, or labels of an empty
-                batch.
+            ValueError: history or candidates are missing, or of different numbers of users.
         """
         if history is None or candidates is None or len(history) != len(candidates):
             shapes = [None if x is None else tuple(x.shape) for x in (history, candidates)]
             raise ValueError(f'expected history (B, M) and candidates (B, n) of the same users, got {shapes}')
-        if labels is not None:
-            require_labels(labels)
         news = self.encode_news(input_ids, attention_mask)
         users = self.encode_users(*gather_vectors(news, history))
         vectors, shown = gather_vectors(news, candidates)

@@ -29,8 +29,6 @@ def write_predictions(path: str | Path, impression_ids: Sequence[str], scores: A
         ValueError: lengths that do not fit, or a score that is NaN.
     """
     path, sizes = Path(path), np.asarray(sizes)
-    if len(impression_ids) != len(sizes):
-        raise ValueError(f'expected as many impression_ids as sizes ({len(sizes)}), got {len(impression_ids)}')
     ranks = np.split(rank_candidates(scores, sizes), np.cumsum(sizes)[:-1]) if len(sizes) else []
     rows = zip(impression_ids, ranks, strict=True)
     text = ''.join(f'{name} [{",".join(map(str, row.tolist()))}]\n' for name, row in rows)

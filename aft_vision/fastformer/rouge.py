@@ -22,25 +22,15 @@ def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
     Raises:
         ValueError: the numbers of the texts differ or are zero.
     """
-    rows = _score(predictions, references)
+    rows = rouge_of_each(predictions, references)
     return {name: sum(row[name] for row in rows) / len(rows) for name in ROUGES}
-
-
-def rouge_of_each(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
-    """Return the scores of `rouge` for every pair."""
-    return _score(predictions, references)
 
 
 def lead(text: str, sentences: int = 3) -> str:
     """Return the first sentences of a text, one per line: lead-3, a strong baseline for news.
 
     An end of a line ends a sentence.
-
-    Raises:
-        ValueError: sentences is below 1.
     """
-    if sentences < 1:
-        raise ValueError(f'sentences must be at least 1, got {sentences}')
     first: list[str] = []
     for line in text.splitlines():
         first += split_sentences(line)
@@ -49,7 +39,8 @@ def lead(text: str, sentences: int = 3) -> str:
     return '\n'.join(first[:sentences])
 
 
-def _score(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
+def rouge_of_each(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
+    """Return the scores of `rouge` for every pair."""
     if len(predictions) != len(references) or not predictions:
         raise ValueError(
             f'expected as many predictions as references, at least one, got {len(predictions)} and {len(references)}'
@@ -70,8 +61,7 @@ def _warn_of_other_letters(references: Sequence[str]) -> None:
         warnings.warn(
             f'ROUGE counts only the letters a to z and digits: {len(others)} of {len(references)} references have '
             f'other letters only, such as {others[0]!r:.80}, and their scores say nothing of their words',
-            # Whoever called a public function, of which each calls _score.
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -12,13 +12,14 @@ from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_outputs import ModelOutput, Seq2SeqLMOutput
+from transformers.models.bart.modeling_bart import shift_tokens_right
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 
 from .cache import FastformerCache
 from .config import FastformerConfig
 from .decoder import FastformerDecoder
-from .modeling import FastformerModel, FastformerPreTrainedModel, require_labels, with_decoder
+from .modeling import FastformerModel, FastformerPreTrainedModel, with_decoder
 
 # The label of a token without a loss, in torch and in transformers.
 IGNORED = -100
@@ -67,19 +68,9 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
         self.encoder.set_input_embeddings(value)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Shift the labels (B, N) to the right, after the start token; labels without a loss become padding.
-
-        Raises:
-            ValueError: the config has no start token, or no padding token.
-        """
-        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
-        if start is None or pad is None:
-            raise ValueError(
-                'labels need config.decoder_start_token_id and config.pad_token_id to make decoder_input_ids from, '
-                f'got {start} and {pad}'
-            )
-        shifted = torch.cat([labels.new_full((len(labels), 1), start), labels[:, :-1]], 1)
-        return shifted.masked_fill(shifted == IGNORED, pad)
+        """Shift the labels (B, N) to the right, after the start token; labels without a loss become padding."""
+        config: Any = self.config
+        return shift_tokens_right(labels, config.pad_token_id, config.decoder_start_token_id)
 
     @can_return_tuple
     @deprecate_kwarg('past_key_values', '5.40.0', new_name='cache')
@@ -118,12 +109,10 @@ class FastformerForConditionalGeneration(FastformerPreTrainedModel, GenerationMi
             num_items_in_batch: Divides the sum of the losses; None: the number of labels that have one.
 
         Raises:
-            ValueError: no target, labels with a cache or of an empty batch, a mask of another shape, a text too long.
+            ValueError: no target, labels with a cache, a mask of another shape, a text too long.
         """
-        if labels is not None:
-            require_labels(labels)
-            if cache is not None:
-                raise ValueError('expected a cache or labels, which are of a whole target, got both')
+        if labels is not None and cache is not None:
+            raise ValueError('expected a cache or labels, which are of a whole target, got both')
         hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if encoder_outputs is None and not (isinstance(cache, FastformerCache) and cache.is_updated):
             more = dict(inputs_embeds=inputs_embeds, output_hidden_states=hidden, output_attentions=output_attentions)

@@ -1,7 +1,6 @@
 """Summaries of texts by a trained model."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +58,7 @@ def summarize(
 
     Returns:
         A summary for each text, without the special tokens.
-
-    Raises:
-        ValueError: batch_size is below 1, `texts` is one text, length_penalty is not finite, or a length exceeds the
-            decoder's positions.
     """
-    if isinstance(texts, str):
-        raise ValueError('expected texts, such as a list of them, got one text')
-    if batch_size < 1:
-        raise ValueError(f'batch_size must be at least 1, got {batch_size}')
-    penalty = options.get('length_penalty', 1.0)
-    if not math.isfinite(penalty):
-        raise ValueError(f'length_penalty must be finite, got {penalty}')
-    _check_lengths(model, options)
     # transformers has a separate type for models that generate.
     generate: Any = model.generate
     summaries: list[str] = []
@@ -85,15 +72,6 @@ def summarize(
 def decode(sequences: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Decode generated tokens (B, T) to stripped texts without special tokens."""
     return [text.strip() for text in tokenizer.batch_decode(sequences, skip_special_tokens=True)]
-
-
-def _check_lengths(model: PreTrainedModel, options: Mapping[str, Any]) -> None:
-    longest = getattr(model.config, 'max_target_positions', None)
-    # max_length counts the start token; the last token is not read again.
-    for name, start in (('max_length', 1), ('max_new_tokens', 0)):
-        length = options.get(name)
-        if longest is not None and length is not None and length - start > longest:
-            raise ValueError(f'expected {name} of at most {longest + start}, as the model takes, got {length}')
 
 
 def _encode(

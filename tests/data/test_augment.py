@@ -32,25 +32,14 @@ def test_nothing_chosen_changes_nothing():
     assert torch.equal(targets, make_batch()[1])
 
 
-def test_mixup_mixes_each_image_with_its_mirror_in_the_batch():
-    images, targets = augment(only(mixup=0.8))
+def test_mixup_mixes_each_image_with_its_mirror_in_the_batch_and_smooths_the_labels():
+    images, targets = augment(only(mixup=0.8), smoothing=0.1)
     plain, labels = make_batch()
-    one_hot = torch.nn.functional.one_hot(labels, 5).float()
-    share = targets[0, 0].item()
+    one_hot = 0.9 * torch.nn.functional.one_hot(labels, 5).float() + 0.02
+    share = (targets[0, 0].item() - 0.02) / 0.9
     assert 0 < share < 1
     torch.testing.assert_close(images, share * plain + (1 - share) * plain.flip(0))
     torch.testing.assert_close(targets, share * one_hot + (1 - share) * one_hot.flip(0))
-
-
-def test_cutmix_pastes_a_rectangle_and_counts_its_area():
-    images, targets = augment(only(cutmix=1.0), seed=3)
-    plain = make_batch()[0]
-    pasted = (images != plain).all(1)
-    assert (pasted == pasted[0]).all()
-    share = targets[0, 0].item()
-    assert 0 < share < 1
-    assert pasted[0].float().mean().item() == pytest.approx(1 - share, abs=1e-6)
-    assert torch.equal(images[0][:, pasted[0]], plain.flip(0)[0][:, pasted[0]])
 
 
 def test_erasing_puts_normal_noise_in_a_rectangle_of_every_image():
@@ -59,23 +48,6 @@ def test_erasing_puts_normal_noise_in_a_rectangle_of_every_image():
     assert (changed > 0.01).all()
     assert (changed < 0.4).all()
     assert torch.equal(targets, make_batch()[1])
-
-
-def test_mixed_labels_are_smoothed():
-    targets = augment(only(mixup=0.8), smoothing=0.1)[1]
-    torch.testing.assert_close(targets.sum(1), torch.ones(8))
-    assert targets.min().item() == pytest.approx(0.02)
-
-
-def test_what_happens_to_a_batch_follows_the_seed():
-    first, again, other = (augment(Augmentation(), seed)[0] for seed in (0, 0, 1))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_an_odd_batch_cannot_be_mixed():
-    with pytest.raises(ValueError, match=r'even size, .* got 7'):
-        BatchAugmentation(only(mixup=0.8), 5, 0.0)(*make_batch(7))
 
 
 def test_no_mix_probability_means_no_mixing():

@@ -1,6 +1,5 @@
 import bz2
 import gzip
-import hashlib
 import lzma
 import os
 import zipfile
@@ -67,27 +66,13 @@ def test_a_byte_outside_the_vocabulary_is_named_with_its_place(tmp_path):
 
 
 @pytest.mark.parametrize('kind', ['.zip', '.xz'])
-def test_a_damaged_file_is_named_with_its_sum(kind, tmp_path):
+def test_a_damaged_file_is_named(kind, tmp_path):
     path = write(tmp_path, kind)
     content = path.read_bytes()
     for damaged in (content[: len(content) // 2], b'other', content[:200] + b'\xff\x00\xff' + content[203:]):
         path.write_bytes(damaged)
-        found = hashlib.sha256(damaged).hexdigest()
-        with pytest.raises(ValueError, match=rf'text\{kind}: .*its sha256 is {found}'):
+        with pytest.raises(ValueError, match=rf'expected a whole file, got .*text\{kind}: '):
             read_text(path)
-
-
-@pytest.mark.parametrize('kind', ['', '.zip'])
-def test_a_file_with_the_name_and_length_of_enwik8_must_be_it(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, 'PARTS', (400, 56, 56))
-    path = write(tmp_path, kind, name='enwik8')
-    found = hashlib.md5(CONTENT).hexdigest()
-    with pytest.raises(
-        ValueError, match=rf'whose md5 is a1fa5ffddb56f4953e226637dabbb36a, got one with the md5 {found}'
-    ):
-        read_text(path)
-    monkeypatch.setattr(texts, 'MD5', {'enwik8': found})
-    assert len(read_text(path).train) == 400
 
 
 def test_an_archive_of_several_files_must_have_one_of_its_own_name(tmp_path):

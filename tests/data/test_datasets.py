@@ -21,7 +21,6 @@ from aft_vision.data import (
     CorruptImageError,
     LargeImageError,
     Preprocessing,
-    Shard,
     Source,
     create_eval_loader,
     create_loaders,
@@ -70,15 +69,6 @@ def test_a_folder_and_its_tar_files_are_the_same_data_set(tmp_path, layout):
     assert len(open_train_split(source).dataset) == 9
 
 
-def test_classes_of_a_tar_have_the_order_of_its_folder(tmp_path):
-    names = ['n10', 'n2', 'N1', 'a b', 'É', 'é2']
-    folder = make_folder(tmp_path / 'images', {'train': names, 'val': names}, images=1)
-    tar = make_tar(tmp_path / 'all.tar', folder)
-    opened = [open_train_split(Source(dir=str(path))) for path in (folder, tar)]
-    assert opened[0].class_names == opened[1].class_names
-    assert opened[0].dataset.targets.tolist() == opened[1].dataset.targets.tolist()
-
-
 def test_names_whose_numbers_are_equal_have_one_order(tmp_path):
     image = Image.new('RGB', (8, 8))
     paths = [f'{name}/{file}.png' for name in ('1', '01') for file in ('1', '001', 'A1', 'a1')]
@@ -92,11 +82,6 @@ def test_names_whose_numbers_are_equal_have_one_order(tmp_path):
         assert [split.class_names for split in opened] == [['01', '1']] * 2
         orders.append([Path(path).relative_to(folder) for path, _ in opened[0].dataset.reader.samples])
     assert orders[0] == orders[1]
-
-
-def test_signs_that_are_no_decimal_digits_may_name_classes(tmp_path):
-    folder = make_folder(tmp_path, {'train': ['①', '10²', '9'], 'val': ['①', '10²', '9']}, images=1)
-    assert open_train_split(Source(dir=str(folder))).class_names == ['9', '10²', '①']
 
 
 def test_a_chosen_split_is_used(tmp_path):
@@ -163,12 +148,7 @@ def test_the_remedies_of_a_missing_split_read_the_data_set(tmp_path, folders, as
     with pytest.raises(MissingSplitError) as raised:
         open_both(root)
     first = next(iter(folders.values()))
-    if as_tar and len(folders) > 1 and 'train' in folders:
-        # A key cannot name a part of a tar file.
-        assert raised.value.remedies == {}
-        return
-    found = open_both(**{'root': raised.value.remedies.pop('dir', root), **raised.value.remedies})
-    assert found == (first, 9 * len(first), first, len(first))
+    assert open_both(root, **raised.value.remedies) == (first, 9 * len(first), first, len(first))
 
 
 def test_no_remedy_is_named_where_none_is_known(tmp_path):
@@ -253,37 +233,6 @@ def test_the_only_folder_of_a_split_is_a_class_unless_it_has_the_name_of_the_spl
     layout(tmp_path / 'images', 'train/cat/a/0.png', 'train/cat/b/0.png', 'val/cat/0.png', 'val/cat/1.png')
     root = make_tar(tmp_path / 'images.tar', tmp_path / 'images') if as_tar else tmp_path / 'images'
     assert open_both(root) == (['cat'], 2, ['cat'], 2)
-
-
-@AS_TAR
-@pytest.mark.parametrize(
-    'kinds', [{'train': ['red', 'blue'], 'bus': ['red', 'blue']}, {'Train': ['a', 'b'], '.': ['bus', 'car']}]
-)
-def test_the_only_split_next_to_folders_that_may_be_classes_is_an_error_whose_remedies_read_the_data(
-    tmp_path, kinds, as_tar
-):
-    def pack(place: Path) -> Path:
-        return make_tar(tmp_path / f'{place.name}.tar', place) if as_tar else place
-
-    root = make_folder(tmp_path / 'images', kinds, images=2)
-    (split, inner), *_ = kinds.items()
-    with pytest.raises(ValueError, match=rf'got .*{split}.* with folders, and next to it bus') as raised:
-        open_both(pack(root), val_share=0.5)
-    assert as_tar or f'data.dir={root / split}, or --data {root / split} of a tool' in str(raised.value)
-    alone = shutil.copytree(root / split, tmp_path / 'alone')
-    assert open_both(pack(alone), val_share=0.5)[0] == sorted(inner)
-    moved = tmp_path / 'moved'
-    shutil.copytree(root, moved / 'train')
-    assert open_both(pack(moved), val_share=0.5)[0] == sorted((path.name for path in root.iterdir()), key=str.lower)
-
-
-@pytest.mark.parametrize('name', ['test', 'val'])
-def test_a_class_with_folders_that_has_the_name_of_an_evaluation_split_is_read_as_its_error_says(tmp_path, name):
-    root = make_folder(tmp_path / 'images', {name: ['a', 'b'], '.': ['bus', 'car']}, images=2)
-    with pytest.raises(MissingSplitError, match='if all are classes, move them into a new folder train'):
-        open_both(root, val_share=0.5)
-    shutil.copytree(root, tmp_path / 'moved' / 'train')
-    assert open_both(tmp_path / 'moved', val_share=0.5)[0] == sorted(['bus', 'car', name])
 
 
 def test_a_split_in_two_forms_is_named(tmp_path, caplog):
@@ -376,35 +325,21 @@ def test_labels_of_hugging_face_that_are_words_are_classes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('labels', 'kind', 'message', 'remedy'),
+    ('labels', 'kind', 'message'),
     [
-        ([1, 2, 3], 'int64', r'from 0 to 2 in the split .validation. .*, got 3 for image 2; data\.num_classes=4', 4),
-        ([0, 1, -1], 'int64', r'got -1 for image 2; a split without labels cannot be used: data\.eval_split', None),
-        ([0, 1, None], 'int64', 'got None for image 2', None),
-        ([0.5, 1.0], 'float32', 'got 0.5 for image 0', None),
-        ([[0, 1], [1]], 'lists', r'got \[0, 1\] for image 0', None),
+        ([1, 2, 3], 'int64', r'from 0 to 2 in the split .validation. .*, got 3 for image 2'),
+        ([0, 1, -1], 'int64', 'got -1 for image 2'),
+        ([0, 1, None], 'int64', 'got None for image 2'),
+        ([0.5, 1.0], 'float32', 'got 0.5 for image 0'),
+        ([[0, 1], [1]], 'lists', r'got \[0, 1\] for image 0'),
     ],
 )
-def test_labels_of_hugging_face_that_are_no_classes_are_an_error_at_opening(tmp_path, labels, kind, message, remedy):
+def test_labels_of_hugging_face_that_are_no_classes_are_an_error_at_opening(tmp_path, labels, kind, message):
     source = write_parquet(
         tmp_path, lambda x: x.List(x.Value('int64')) if kind == 'lists' else x.Value(kind), validation=labels
     )
     with pytest.raises(ValueError, match=message):
         open_eval_split(replace(source, num_classes=3))
-    if remedy is not None:
-        assert len(open_eval_split(replace(source, num_classes=remedy)).class_names) == remedy
-
-
-def test_a_data_set_of_hugging_face_is_read(tmp_path, monkeypatch):
-    pytest.importorskip('datasets')
-    monkeypatch.setenv('HF_DATASETS_OFFLINE', '1')
-    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'test': ['a', 'b']}, images=3)
-    source = Source(name=f'hfds/{folder}', dir=str(tmp_path / 'cache'), eval_split='test')
-    values, targets, names = evaluate(source)
-    assert names == ['a', 'b']
-    assert targets.tolist() == [0, 0, 0, 1, 1, 1]
-    torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)
-    assert len(create_loaders(source, (16, 16), 2, num_workers=0).train) == 3
 
 
 def damage(path: Path, kind: str) -> None:
@@ -495,14 +430,6 @@ def test_keys_of_reading_reach_every_image(tmp_path, as_tar):
     torch.testing.assert_close(evaluate(source)[0], torch.ones(1), rtol=0, atol=0.05)
 
 
-def test_a_batch_of_skipped_images_is_empty(tmp_path):
-    make_folder(tmp_path, {'val': ['a', 'b']}, images=4)
-    for number in range(4):
-        damage(tmp_path / 'val' / 'a' / f'{number}.png', 'cut')
-    loader, _ = create_eval_loader(Source(dir=str(tmp_path), on_corrupt_image='skip'), (16, 16), 4, num_workers=0)
-    assert [len(images) for images, _ in loader] == [0, 4]
-
-
 def test_training_takes_the_next_image_for_a_skipped_one(tmp_path, caplog):
     make_folder(tmp_path, {'train': ['a', 'b'], 'val': ['a', 'b']}, images=3)
     damage(tmp_path / 'train' / 'a' / '2.png', 'cut')
@@ -561,7 +488,7 @@ def layout(root: Path, *names: str) -> None:
     ('paths', 'message'),
     [
         ([], 'images, which is not one'),
-        (['./'], 'which is empty'),
+        (['./'], 'images, which is not one'),
         (
             ['train/a/0.png', 'extra/a/0.png'],
             r'folder, .tar or .beton file val or validation or valid or test or testing .* only extra, tr',
@@ -572,13 +499,8 @@ def layout(root: Path, *names: str) -> None:
         ),
         (['train/a/0.png', 'train/b/', 'val/a/0.png', 'val/b/'], 'got none in b'),
         (['train/a/0.png', 'train/b/x.heic', 'val/a/0.png'], r'got none in b; ignored: 1 file \(1 \.heic\)'),
-        (['train/a/0.png', 'val/'], 'expected one folder per class in .*, got none'),
-        (['train/a/0.png', 'val/0.png'], r'one folder per class in .*val, got 1 images without one; move each'),
-        (
-            ['train/a/0.png', 'val/ILSVRC2012_val_00000001.png'],
-            r'one folder per class in .*val, got 1 images without one; aft-vision prepare-imagenet',
-        ),
-        (['train/a/0.png', 'val/images/0.png', 'val/val_annotations.txt'], r'--solution .*val_annotations\.txt --out '),
+        (['train/a/0.png', 'val/'], 'expected one folder per class in .*, got 0 images'),
+        (['train/a/0.png', 'val/0.png'], r'one folder per class in .*val, got 1 images without one'),
     ],
 )
 def test_a_folder_that_is_no_data_set_is_named(tmp_path, paths, message):
@@ -595,7 +517,7 @@ def test_a_folder_that_is_no_data_set_is_named(tmp_path, paths, message):
         ('train', 'all', 'train/a/._x.png', r'images in class folders in .*all\.tar, got none'),
         ('train', 'all', 'train/a/0.png train/b/', r'every class folder of .*all\.tar, got none in b'),
         ('eval', 'all', 'train/a/0.png extra/a/0.png', 'val or .* or testing of class folders in .*only extra, train'),
-        ('eval', 'set/val', '0.png 1.png', r'class folders of .*val\.tar, got 2 without one; move each image into a f'),
+        ('eval', 'set/val', '0.png 1.png', r'class folders of .*val\.tar, got 2 without one'),
     ],
 )
 def test_a_tar_that_is_no_data_set_is_named(tmp_path, split, place, paths, message):
@@ -606,32 +528,15 @@ def test_a_tar_that_is_no_data_set_is_named(tmp_path, split, place, paths, messa
         OPEN[split](Source(dir=str(tar.parent if '/' in place else tar)))
 
 
-@pytest.mark.parametrize('kept', [(), ('a', 'b')])
-@pytest.mark.parametrize('place', ['b.tar', 'train/c.tar', 'train/b/b.TAR'])
-def test_a_tar_of_tar_files_is_named(tmp_path, kept, place):
-    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']}, images=1)
-    inner = make_tar(tmp_path / 'inner.tar', folder / 'train' / 'b')
-    for name in {'a', 'b'}.difference(kept):
-        shutil.rmtree(folder / 'train' / name)
-    (folder / place).parent.mkdir(exist_ok=True)
-    inner.rename(folder / place)
-    message = rf'images in class folders of .*all\.tar, got a tar file of them, .*{place}: unpack it; aft-vision'
-    with pytest.raises(ValueError, match=message):
-        open_train_split(Source(dir=str(make_tar(tmp_path / 'all.tar', folder))))
-
-
-@pytest.mark.parametrize(
-    ('kind', 'said'), [('symlink', 'the link'), ('hard link', 'the link'), ('sparse', 'the sparse')]
-)
+@pytest.mark.parametrize('kind', [tarfile.SYMTYPE, tarfile.LNKTYPE])
 @pytest.mark.parametrize('name', ['train/c', 'train/b/x', 'train/b/x.png'])
-def test_a_member_of_a_tar_that_holds_no_whole_file_is_named(tmp_path, kind, said, name):
+def test_a_link_in_a_tar_is_named(tmp_path, kind, name):
     tar = make_tar(tmp_path / 'all.tar', make_folder(tmp_path / 'images', CLASSES))
     member = tarfile.TarInfo(name)
-    member.type = {'symlink': tarfile.SYMTYPE, 'hard link': tarfile.LNKTYPE, 'sparse': tarfile.GNUTYPE_SPARSE}[kind]
-    member.linkname = '' if kind == 'sparse' else './train/a'
-    with tarfile.open(tar, 'a', format=tarfile.GNU_FORMAT) as file:
+    member.type, member.linkname = kind, './train/a'
+    with tarfile.open(tar, 'a') as file:
         file.addfile(member)
-    with pytest.raises(ValueError, match=rf'files in .*all\.tar, got {said} {name}; tar '):
+    with pytest.raises(ValueError, match=rf'files in .*all\.tar, got the link {name}; tar '):
         open_train_split(Source(dir=str(tar)))
 
 
@@ -644,20 +549,11 @@ def test_a_compressed_tar_is_named(tmp_path, mode, images):
 
 
 @AS_TAR
-@pytest.mark.parametrize(
-    ('folders', 'more', 'message'),
-    [
-        (['a', 'b'], ['train/astray.png'], r'only in the class folders of .*, got .*train/astray\.png'),
-        (['Ab', 'aB', 'c'], [], r'that differ in more than case, got (Ab and aB|aB and Ab)'),
-    ],
-)
-def test_an_image_outside_the_class_folders_and_classes_that_differ_in_case_alone_are_named(
-    tmp_path, folders, more, message, as_tar
-):
-    folder = make_folder(tmp_path / 'images', {'train': folders})
-    layout(folder, *more)
+def test_an_image_outside_the_class_folders_is_named(tmp_path, as_tar):
+    folder = make_folder(tmp_path / 'images', {'train': ['a', 'b']})
+    layout(folder, 'train/astray.png')
     path = make_tar(tmp_path / 'all.tar', folder) if as_tar else folder
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r'only in the class folders of .*, got .*train/astray\.png'):
         open_train_split(Source(dir=str(path)))
 
 
@@ -691,7 +587,6 @@ def test_a_damaged_tar_is_named_and_not_taken_for_a_smaller_one(tmp_path, change
         ('torch/cifar10', r"the split 'train' of the data set torch/cifar10 in .*, got: .* or download it"),
         ('torch/cifar11', r'torch/cifar11 in .*Unknown torchvision dataset cifar11'),
         ('nonsense/x', r'name of a data set must begin with one of torch/, hfds/, wds/'),
-        ('hfids/x', r'got .hfids/x.; hfds/ downloads the same data set'),
         ('', 'expected the folder, the tar file or the name of a data set, got none'),
     ],
 )
@@ -705,7 +600,6 @@ def test_a_named_data_set_that_cannot_be_opened_is_named(tmp_path, name, message
     [
         ({'name': 'torch/mnist'}, 'expected the folder of torch/mnist, got none'),
         ({'dir': 'x', 'input_key': 'jpg'}, r"data\.input_key belongs to a data set of data\.name, got 'jpg'"),
-        ({'dir': 'x', 'on_corrupt_image': 'ignore'}, "must be 'raise' or 'skip', got 'ignore'"),
         ({'dir': 'x', 'num_classes': 0}, 'expected num_classes to be at least 1'),
     ],
 )
@@ -806,22 +700,6 @@ def test_a_share_that_is_held_apart_is_said_and_a_split_is_used(tmp_path, caplog
     assert not caplog.messages
 
 
-def test_processes_share_out_the_held_images(tmp_path):
-    source = Source(dir=str(make_numbered(tmp_path, COUNTS)), val_share=0.2)
-    trained, held, _ = divide(source)
-    parts = [divide(source, shard=Shard(rank, 2), batch_size=2) for rank in range(2)]
-    assert sorted(parts[0][1] + parts[1][1]) == sorted(held)
-    assert not set(held) & {*parts[0][0], *parts[1][0]}
-    assert len({*parts[0][0], *parts[1][0]}) >= len(trained) - 1
-
-
-def test_the_evaluation_loader_has_the_images_that_training_held_apart(tmp_path):
-    source = Source(dir=str(make_numbered(tmp_path, COUNTS)), val_share=0.2)
-    loader, names = create_eval_loader(source, PLAIN, 4, num_workers=0)
-    assert [round(255 * float(image.mean())) for images, _ in loader for image in images] == divide(source)[1]
-    assert names == ['a', 'b', 'c', 'd']
-
-
 @pytest.mark.parametrize('skips', [False, True])
 @pytest.mark.parametrize('layout', ['folder', 'folder with splits', 'tar', 'share'])
 def test_the_training_images_are_read_as_in_evaluation(tmp_path, layout, skips):
@@ -906,14 +784,6 @@ def test_a_link_in_place_of_a_class_folder_is_no_class_where_it_leads_back(tmp_p
     (tmp_path / 'train' / 'b').symlink_to(tmp_path / 'elsewhere' / 'b', target_is_directory=True)
     split = open_train_split(Source(dir=str(tmp_path)))
     assert (split.class_names, len(split.dataset)) == (['a', 'b'], 5)
-
-
-def test_what_a_tar_holds_besides_images_is_counted(tmp_path, caplog):
-    folder = make_folder(tmp_path / 'images', CLASSES)
-    (folder / 'val' / 'b' / 'x.heic').write_text('no image')
-    (folder / 'train' / 'b' / 'y.txt').write_text('no image')
-    create_eval_loader(make_tar(tmp_path / 'all.tar', folder), (16, 16), 2, num_workers=0)
-    assert '1 file (1 .heic)' in caplog.text
 
 
 @pytest.mark.parametrize('form', ['folder', 'tar'])
@@ -1006,13 +876,6 @@ def test_balanced_classes_are_drawn_equally_often(tmp_path, caplog):
     assert 'class_weights' not in caplog.text
 
 
-def test_one_class_is_a_warning(tmp_path, caplog):
-    make_folder(tmp_path, {'train': ['only'], 'val': ['only']})
-    loaders = create_loaders(tmp_path, (16, 16), 1, augment=Augmentation(repeats=1), num_workers=0)
-    assert loaders.description.endswith('validation: 2 images, 1 class')
-    assert 'has one class, only, so' in caplog.text
-
-
 def save_turned(path: Path, orientation: int) -> None:
     """A picture with a white left half, stored so that this orientation turns it upright."""
     upright = Image.new('RGB', (32, 32))
@@ -1048,8 +911,7 @@ KINDS = 'webp bmp gif tif tiff TIFF png jpg jpeg jfif ppm pgm pbm jp2 tga'.split
 
 
 @pytest.mark.parametrize('suffix', KINDS)
-@pytest.mark.parametrize('as_tar', [False, True])
-def test_every_kind_of_image_is_read(tmp_path, suffix, as_tar):
+def test_every_kind_of_image_is_read(tmp_path, suffix):
     mode = {'pgm': 'L', 'pbm': '1'}.get(suffix, 'RGB')
     # A bit is black or white, and only the mean of a dithered picture is grey.
     sides = (200, 200) if mode == '1' else (20, 20)
@@ -1057,6 +919,5 @@ def test_every_kind_of_image_is_read(tmp_path, suffix, as_tar):
         (tmp_path / 'images' / 'val' / name).mkdir(parents=True)
         image = Image.new('RGB', sides, (value,) * 3).convert(mode)
         image.save(tmp_path / 'images' / 'val' / name / f'0.{suffix}')
-    root = tmp_path / 'images'
-    values, targets, _ = evaluate(Source(dir=str(make_tar(tmp_path / 'all.tar', root) if as_tar else root)))
+    values, targets, _ = evaluate(Source(dir=str(tmp_path / 'images')))
     torch.testing.assert_close(values, targets.float(), rtol=0, atol=0.05)

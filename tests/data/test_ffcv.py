@@ -2,16 +2,13 @@
 
 import builtins
 import dataclasses
-import gc
 import json
-import multiprocessing
 import os
 import pickle
 import runpy
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +22,6 @@ from aft_vision.data import (
     CorruptImageError,
     NativeShape,
     Preprocessing,
-    Shard,
-    SizeSchedule,
     Source,
     create_eval_loader,
     create_loaders,
@@ -152,20 +147,6 @@ def test_the_number_of_processes_does_not_change_the_images(clothing):
     assert_same_batches(batches(clothing, workers=2), batches(clothing))
 
 
-def test_images_are_repeated_with_other_changes(clothing):
-    images, targets = batches(clothing, augment=dataclasses.replace(CROP, repeats=2))[0]
-    assert targets[::2].tolist() == targets[1::2].tolist()
-    assert (images[::2] - images[1::2]).abs().mean(dim=(1, 2, 3)).min() > 0
-
-
-def test_updates_have_the_sizes_of_the_schedule(clothing):
-    # A size may come twice.
-    sizes = SizeSchedule(((16, 16), (24, 32), (16, 16)))
-    options = dict(sizes=sizes, shard=Shard(accumulate=10))
-    shapes = {tuple(images.shape) for epoch in range(3) for images, _ in batches(clothing, epoch=epoch, **options)}
-    assert shapes == {(5, 3, 16, 16), (5, 3, 24, 32)}
-
-
 def test_writing_gives_the_same_bytes_with_more_processes(photographs, tmp_path, clothing):
     again = make_beton(tmp_path, photographs, workers=2)
     for name in ('train.beton', 'val.beton', 'train.json'):
@@ -232,29 +213,6 @@ print(len(list(DataLoader(BetonDataset({str(clothing / 'val.beton')!r}), num_wor
     command = [sys.executable, '-c', program]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout == '50\n'
-
-
-def test_a_loader_that_is_left_early_leaves_no_thread_and_starts_anew(clothing):
-    expected = batches(clothing)
-    gc.collect()
-    threads = {*threading.enumerate()}
-    # Loaders of earlier tests may still be in use.
-    others = set(multiprocessing.active_children())
-    loaders = create_loaders(clothing, (32, 32), 50, augment=CROP, evaluation=PLAIN, num_workers=1)
-    for _ in range(2):
-        loaders.set_epoch(0)
-        for batch in loaders.train:
-            assert_same_batches([batch], expected[:1])
-            break
-        # That of the process which waits for the next epoch.
-        assert len({*multiprocessing.active_children()} - others) == 1
-    del loaders
-    gc.collect()
-    # Those that feed the queues end after the loader, by themselves.
-    for thread in {*threading.enumerate()} - threads:
-        thread.join(timeout=30)
-    assert {*threading.enumerate()} <= threads
-    assert {*multiprocessing.active_children()} <= others
 
 
 def test_another_process_maps_the_file_itself(clothing):
@@ -339,22 +297,6 @@ def test_another_number_of_classes_than_the_names_is_rejected(clothing):
         BetonDataset(clothing / 'train.beton', num_classes=11)
 
 
-def test_what_is_written_is_checked(tmp_path, monkeypatch):
-    from aft_vision.data.ffcv import writer as ffcv_writer
-
-    class Forgetful(ffcv_writer.MemoryAllocator):
-        def malloc(self, size):
-            place, space = super().malloc(size)
-            # What is written goes elsewhere.
-            return place, np.empty_like(space)
-
-    monkeypatch.setattr(ffcv_writer, 'MemoryAllocator', Forgetful)
-    make_folder(tmp_path / 'images', {'train': ['a'], 'val': ['a']})
-    with pytest.raises(ValueError, match='expected the image that was written, got another one for image 0 of'):
-        make_beton(tmp_path, tmp_path / 'images')
-    assert not list(tmp_path.glob('*beton*'))
-
-
 def test_a_source_image_that_cannot_be_decoded_ends_the_writing_or_is_left_out(tmp_path):
     folder = make_folder(tmp_path / 'images', {'train': ['a', 'b'], 'val': ['a', 'b']})
     (folder / 'train' / 'a' / '1.png').write_bytes(b'damaged')
@@ -391,10 +333,10 @@ def test_an_image_larger_than_a_page_is_named(tmp_path):
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'max_resolution': 0}, 'max_resolution to be from 1 to 18918, got 0'),
+        ({'max_resolution': 0}, r'max_resolution to be in \[1, 18918\], or null, got 0'),
         ({'jpeg_quality': 101}, r'jpeg_quality to be in \[1, 100\], got 101'),
         ({'raw_share': 1.5}, r'raw_share to be in \[0, 1\], got 1\.5'),
-        ({'seed': -1}, r'seed to be in \[0, 2\*\*32\), got -1'),
+        ({'seed': -1}, r'seed to be in \[0, 4294967296\), got -1'),
     ],
 )
 def test_options_out_of_range_are_rejected(options, message):

@@ -1,4 +1,5 @@
 import hashlib
+import io
 import os
 import pickle
 from pathlib import Path
@@ -111,28 +112,20 @@ def test_an_augmentation_out_of_range_is_rejected(key, value):
         PixelAugmentation(**{key: value})
 
 
-def test_a_damaged_pickle_is_named_with_both_sums(python_version):
+def test_a_damaged_pickle_is_an_error(python_version):
     path = python_version / 'data_batch_3'
-    expected = dict(CIFAR10.train_list)['data_batch_3']
     path.write_bytes(path.read_bytes()[:-1])
-    found = hashlib.md5(path.read_bytes()).hexdigest()
-    with pytest.raises(ValueError, match=rf'data_batch_3: .*md5 is {found}, expected {expected}'):
+    with pytest.raises(ValueError, match=r'expected the whole CIFAR10 in .*cifar-10-batches-py'):
         read_cifar10(python_version, 'train')
 
 
-def test_a_damaged_archive_is_named_with_its_sum(npz):
-    content = npz.read_bytes()
-    for damaged in (content[: len(content) // 2], b'', b'other', content[:500] + b'\xff' * 50 + content[550:]):
-        npz.write_bytes(damaged)
-        found = hashlib.sha256(damaged).hexdigest()
-        with pytest.raises(ValueError, match=rf'cifar\.npz: .*its sha256 is {found}'):
-            read_cifar10(npz, 'train')
-
-
-def test_a_single_array_is_no_npz(npz):
-    with npz.open('wb') as file:
-        np.save(file, np.zeros((3, 32, 32, 3), np.uint8))
-    with pytest.raises(ValueError, match=r'cifar\.npz: it is no \.npz'):
+@pytest.mark.parametrize('kind', ['cut', 'empty', 'other', 'flipped bits', 'single array'])
+def test_a_damaged_archive_is_named(npz, kind):
+    content, array = npz.read_bytes(), io.BytesIO()
+    np.save(array, IMAGES['train'])
+    damaged = {'cut': content[: len(content) // 2], 'empty': b'', 'other': b'other', 'single array': array.getvalue()}
+    npz.write_bytes(damaged.get(kind, content[:500] + b'\xff' * 50 + content[550:]))
+    with pytest.raises(ValueError, match=r'expected a whole \.npz with the array x_train, got .*cifar\.npz: '):
         read_cifar10(npz, 'train')
 
 
@@ -142,7 +135,7 @@ def test_a_single_array_is_no_npz(npz):
         ({'x_test': np.zeros((2, 32, 31, 3), np.uint8)}, r'shape \(32, 32, 3\) in .*, got \(32, 31, 3\)'),
         ({'x_test': np.zeros((2, 32, 32, 3))}, r'images of uint8 in .*, got float64'),
         ({'x_test': np.zeros((0, 32, 32, 3), np.uint8)}, r'at least 1 image in .*, got 0'),
-        ({'x_train': np.zeros((2, 32, 32, 3), np.uint8)}, r'the array x_test in .*, got x_train'),
+        ({'x_train': np.zeros((2, 32, 32, 3), np.uint8)}, r'the array x_test, got .*x_test is not a file in'),
     ],
 )
 def test_other_arrays_are_rejected_with_both_numbers(arrays, message, tmp_path):
@@ -153,7 +146,7 @@ def test_other_arrays_are_rejected_with_both_numbers(arrays, message, tmp_path):
 
 def test_what_is_not_there_is_said(python_version, tmp_path):
     (python_version / 'data_batch_5').unlink()
-    with pytest.raises(ValueError, match=r'expected data_batch_5 in '):
+    with pytest.raises(ValueError, match=r'expected the whole CIFAR10'):
         read_cifar10(python_version, 'train')
     (tmp_path / 'empty').mkdir()
     with pytest.raises(ValueError, match=r'CIFAR10 in .*empty: cifar-10-batches-py or an .npz, got none of them'):

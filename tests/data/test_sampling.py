@@ -20,10 +20,10 @@ class Randoms:
         return torch.tensor([index[0], random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
-def draw_epoch(epoch: int, seed: int = 0, repeats: int = 1, num_workers: int = 0) -> torch.Tensor:
-    sampler = EpochSampler(12, 4, seed, repeats)
+def draw_epoch(epoch: int, seed: int = 0) -> torch.Tensor:
+    sampler = EpochSampler(12, 4, seed)
     sampler.set_epoch(epoch)
-    loader = DataLoader(SeededDataset(Randoms(), seed), batch_size=5, sampler=sampler, num_workers=num_workers)
+    loader = DataLoader(SeededDataset(Randoms(), seed), batch_size=5, sampler=sampler)
     return torch.cat(list(loader))
 
 
@@ -69,10 +69,6 @@ def test_repeats_draw_fewer_images_several_times_in_a_row():
     assert [draw.image for draw in draws[::3]] == [draw.image for draw in draws[2::3]]
 
 
-def test_repeats_that_do_not_divide_the_images_keep_the_length_of_the_epoch():
-    assert len(list(EpochSampler(10, 2, seed=0, repeats=4))) == len(EpochSampler(10, 2, seed=0, repeats=4)) == 10
-
-
 def test_an_epoch_has_whole_batches_alone():
     sampler = EpochSampler(11, 4, seed=0)
     assert (sampler.updates, len(sampler), len(list(sampler))) == (2, 8, 8)
@@ -93,11 +89,6 @@ def test_repeats_of_an_image_come_into_different_parts():
     first, second, third = (EpochSampler(12, 12, 0, 3, Shard(part, 3)).draws(0) for part in range(3))
     assert [draw.image for draw in first] == [draw.image for draw in second] == [draw.image for draw in third]
     assert {draw.repeat for draw in second} == {1}
-
-
-def test_accumulation_steps_of_a_process_are_the_parts_of_several():
-    steps = EpochSampler(12, 12, 0, shard=Shard(1, 2, accumulate=2)).draws(0)
-    assert steps == [draw for part in (2, 3) for draw in EpochSampler(12, 12, 0, shard=Shard(part, 4)).draws(0)]
 
 
 def test_a_pass_may_begin_within_the_epoch():
@@ -129,23 +120,12 @@ def test_a_share_that_no_process_has_is_rejected(numbers):
         Shard(*numbers)
 
 
-@pytest.mark.parametrize('num_workers', [0, 1, 2])
-def test_an_epoch_is_the_same_with_any_number_of_workers(num_workers: int):
-    assert torch.equal(draw_epoch(2, num_workers=num_workers), draw_epoch(2))
-
-
 def test_epochs_and_seeds_differ_in_order_and_in_what_is_random():
     first, second, other = draw_epoch(0), draw_epoch(1), draw_epoch(0, seed=1)
     for samples in (second, other):
         assert not torch.equal(samples[:, 0], first[:, 0])
         by_image = [x[x[:, 0].argsort()] for x in (samples, first)]
         assert not (by_image[0][:, 1:] == by_image[1][:, 1:]).any()
-
-
-def test_repeats_of_an_image_differ():
-    samples = draw_epoch(0, repeats=3).view(4, 3, 4)
-    assert (samples[:, 0, 0] == samples[:, 1, 0]).all()
-    assert not (samples[:, 0, 1:] == samples[:, 1, 1:]).any()
 
 
 def test_all_images_of_an_update_have_one_size_whoever_draws_them():

@@ -239,17 +239,6 @@ def test_shards_without_an_info_file_need_the_number_of_images(tmp_path):
         evaluate(source)
 
 
-@pytest.mark.parametrize(('stated', 'workers'), [(8, 0), (8, 2), (9, 0), (10, 0)])
-def test_training_says_that_a_split_has_more_images_than_stated(tmp_path, caplog, stated, workers):
-    write_shards(tmp_path, [numbered(0, 5), numbered(5, 5)])
-    (tmp_path / '_info.json').unlink()
-    splits = dict(train_split=f'train-{{0..1}}.tar|{stated}', eval_split='validation-{0..1}.tar|10')
-    source = Source(name='wds/', dir=str(tmp_path), num_classes=2, **splits)
-    assert [len(epoch) for epoch in train(source, 4, epochs=2, num_workers=workers)] == [8, 8]
-    assert len(caplog.messages) == (stated < 10)
-    assert (f'more than the stated {stated} images' in caplog.text) == (stated < 10)
-
-
 @pytest.mark.parametrize('info', ['{"splits": {"validation": {}}}', '{}', 'text'])
 def test_a_damaged_info_file_is_named(tmp_path, info):
     (tmp_path / '_info.json').write_text(info)

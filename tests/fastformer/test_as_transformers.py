@@ -295,27 +295,6 @@ def test_a_saved_writer_keeps_its_encoder_under_another_head(tmp_path, kind: Any
     assert torch.equal(back.encoder(ids).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize(
-    ('make', 'kind'),
-    [
-        (writer, FastformerModel),
-        (writer, FastformerForSequenceClassification),
-        (classifier, FastformerForConditionalGeneration),
-    ],
-)
-def test_a_model_loaded_with_a_mapping_of_names_is_saved_under_its_own(tmp_path, make: Any, kind: Any):
-    make().save_pretrained(tmp_path / 'first')
-    loaded = kind.from_pretrained(tmp_path / 'first', key_mapping={'^foo': 'bar'}).eval()
-    loaded.save_pretrained(tmp_path / 'again')
-    again, info = kind.from_pretrained(tmp_path / 'again', output_loading_info=True)
-    assert not info['missing_keys']
-    assert not info['unexpected_keys']
-    ids = make_batch(loaded)['input_ids']
-    expected = (loaded.encoder if loaded.config.is_encoder_decoder else loaded.base_model)(ids).last_hidden_state
-    base = again.encoder if again.config.is_encoder_decoder else again.base_model
-    assert torch.equal(base(ids).last_hidden_state, expected)
-
-
 def test_a_recommender_takes_the_encoder_of_a_saved_writer(tmp_path):
     model = writer().eval()
     model.save_pretrained(tmp_path)

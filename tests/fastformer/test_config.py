@@ -1,5 +1,6 @@
 """The configuration's defaults and refusals, and the presets against Table 9."""
 
+import math
 from typing import Any
 
 import pytest
@@ -127,6 +128,8 @@ def test_each_part_reads_the_fields_of_its_row_of_the_table(part: str):
         (dict(cross_attention='linear'), 'cross_attention must be one of'),
         (dict(cross_attention='additive', interaction='add'), "needs interaction='multiply'"),
         (dict(hidden_dropout_prob=1.0), r'lie in \[0, 1\)'),
+        (dict(initializer_range=0.0), 'initializer_range must be above 0 and finite, or None'),
+        (dict(initializer_range=math.nan), 'initializer_range must be above 0 and finite, or None'),
         (dict(num_hidden_layers=0), 'num_hidden_layers must be at least 1, got 0'),
         (dict(num_attention_heads=0), 'num_attention_heads must be at least 1, got 0'),
         (dict(encoder_mixer='longformer', attention_window=7), 'attention_window must be even, got 7'),

@@ -123,7 +123,7 @@ def test_rows_are_drawn_by_default_where_fewer_than_two_words_are_found(found):
     assert abs(matrix[found:].mean()) < DEFAULT_STD / 20
 
 
-@pytest.mark.parametrize('ending', ['.gz', '.zip', 'all.zip'])
+@pytest.mark.parametrize('ending', ['.gz', '.zip'])
 def test_archives_are_read(path, tmp_path, ending):
     archive = tmp_path / ('glove' + ending)
     if ending == '.gz':
@@ -131,20 +131,9 @@ def test_archives_are_read(path, tmp_path, ending):
     else:
         with zipfile.ZipFile(archive, 'w') as file:
             file.write(path, path.name)
-            if ending == 'all.zip':
-                file.writestr('glove.6B.8d.txt', '\n'.join(glove_lines(dim=8)))
     vectors = read_glove(archive, ['film', 'absent'], DIM)
     assert list(vectors) == ['film']
     np.testing.assert_array_equal(vectors['film'], vector(1))
-
-
-def test_an_archive_without_a_file_of_the_width_is_named(path, tmp_path):
-    archive = tmp_path / 'glove.zip'
-    with zipfile.ZipFile(archive, 'w') as file:
-        file.write(path, 'glove.6B.50d.txt')
-        file.write(path, 'glove.6B.100d.txt')
-    with pytest.raises(ValueError, match=r'\.4d\. in its name, got glove\.6B\.50d\.txt, glove\.6B\.100d\.txt'):
-        read_glove(archive, WORDS, DIM)
 
 
 def test_tokens_with_spaces_and_odd_bytes_are_no_damage(path):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_close, generator
-from text_files import write_glove
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -22,9 +21,7 @@ from transformers import (
 
 from aft_vision.fastformer import ENCODERS, FastformerForNewsRecommendation, FastformerNewsConfig
 from aft_vision.fastformer.data.impressions import Behaviors, NewsCollator, Ragged
-from aft_vision.fastformer.glove import load_glove
 from aft_vision.fastformer.ranking import score_behaviors
-from aft_vision.fastformer.tokenize import train_tokenizer
 
 C, VOCAB = 12, 30
 BERT = dict(vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -55,12 +52,9 @@ def make_behaviors(count: int = 23, news: int = 40) -> tuple[Behaviors, NewsColl
     return Behaviors([str(i) for i in range(count)], histories, candidates, None), NewsCollator(tokens, 0)
 
 
-def test_a_batch_without_users_has_no_scores_and_no_loss():
-    model, texts = make_model(), make_texts()
+def test_a_batch_without_users_has_no_scores():
     nobody = dict(history=HISTORY[:0], candidates=CANDIDATES[:0])
-    assert model(**texts, **nobody).scores.shape == (0, 3)
-    with pytest.raises(ValueError, match='labels of one text or more'):
-        model(**texts, **nobody, labels=torch.ones(0, dtype=torch.long))
+    assert make_model()(**make_texts(), **nobody).scores.shape == (0, 3)
 
 
 def test_scores_equal_a_loop_over_users_in_value_and_gradients():
@@ -170,18 +164,6 @@ def test_a_language_model_saved_in_half_precision_learns_in_float32(tmp_path, dt
     assert {p.dtype for p in again.parameters()} == {torch.float32}
     halved = AutoModel.from_pretrained(tmp_path / 'whole', dtype=dtype)
     assert {p.dtype for p in halved.parameters()} == {dtype}
-
-
-def test_glove_stays_where_a_model_is_initialised_again(tmp_path):
-    words = ['red', 'blue', 'green', 'news']
-    tokenizer = train_tokenizer([' '.join(words)])
-    model = make_model(vocab_size=len(tokenizer), embedding_size=50)
-    coverage = load_glove(model, tokenizer, write_glove(tmp_path / 'glove.txt', words))
-    assert coverage.found == 4
-    filled = model.get_input_embeddings().weight.detach().clone()
-    model.post_init()
-    assert torch.equal(model.get_input_embeddings().weight, filled)
-    assert model.get_input_embeddings() is model.text_encoder.embeddings.embed_tokens
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)

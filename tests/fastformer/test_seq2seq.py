@@ -103,12 +103,6 @@ def test_target_embeddings_that_are_not_finite_change_nothing_where_they_do_not_
         assert torch.equal(found, expected), kind
 
 
-@pytest.mark.parametrize('shape', [(0, 3), (2, 0)])
-def test_labels_of_nothing_are_refused(shape: tuple[int, int]):
-    with pytest.raises(ValueError, match='labels of one text or more'):
-        make_model()(make_ids(shape[0], 4), labels=torch.ones(shape, dtype=torch.long))
-
-
 def test_the_loss_is_the_cross_entropy_of_the_labels_that_count():
     model, labels = make_model(), make_ids(3, 5, seed=1)
     labels[0, 3:] = -100
@@ -292,17 +286,6 @@ def test_half_precision_is_near_float32_and_generates(dtype: torch.dtype, bound:
     assert texts.shape == (3, 5)
 
 
-def test_shared_layers_are_one_module_applied_again():
-    shared, distinct = make_model(), make_model(share_layers=False)
-    assert (len(shared.decoder.layers), len(distinct.decoder.layers)) == (1, 2)
-    parts = dict(shared.state_dict())
-    copies = {name.replace('layers.0', 'layers.1'): x for name, x in parts.items() if 'decoder.layers' in name}
-    distinct.load_state_dict({**parts, **copies})
-    target = make_ids(3, 5, seed=1)
-    expected = distinct(**make_sources(), decoder_input_ids=target).logits
-    assert torch.equal(shared(**make_sources(), decoder_input_ids=target).logits, expected)
-
-
 def test_states_embeddings_and_tuples_are_returned_where_asked():
     model, target = make_model(), make_ids(3, 5, seed=1)
     out = model(**make_sources(), decoder_input_ids=target, output_hidden_states=True, output_attentions=True)
@@ -364,11 +347,6 @@ def test_a_source_without_a_token_leaves_loss_and_gradients_finite():
 def test_targets_that_do_not_fit_are_refused(arguments: dict[str, Tensor], message: str):
     with pytest.raises(ValueError, match=message):
         make_model()(**make_sources(), **arguments)
-
-
-def test_labels_need_a_start_and_a_padding_token():
-    with pytest.raises(ValueError, match=r'pad_token_id.*got 1 and None'):
-        make_model(pad_token_id=None).prepare_decoder_input_ids_from_labels(make_ids(1, 2))
 
 
 def test_what_cannot_be_kept_or_dropped_is_refused():

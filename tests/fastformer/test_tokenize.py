@@ -135,7 +135,6 @@ def test_case_counts_unless_words_are_lower_cased():
 @pytest.mark.parametrize(
     ('texts', 'options', 'message'),
     [
-        ('one text', {}, 'got one text'),
         (['a'], {'method': 'spacy'}, "got 'spacy'"),
         (['a'], {'vocab_size': 4}, 'at least 5'),
         (['a'], {'method': 'bpe', 'vocab_size': 259}, 'at least 260'),

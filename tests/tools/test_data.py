@@ -49,8 +49,7 @@ def test_a_missing_split_is_replaced_by_a_share_where_none_was_asked_for(tmp_pat
     args = parse('--data', str(tmp_path), '--workers', '0', *options)
     with pytest.raises(ValueError, match='got only more, train') as raised:
         create_data_loader(model, (16, 16), args, torch.device('cpu'))
-    advice = f'; --data {tmp_path / "train"} --val-share 0.1 evaluates'
-    assert (advice in str(raised.value)) is advised
+    assert ('; --val-share 0.1 evaluates' in str(raised.value)) is advised
     assert 'data.' not in str(raised.value)
 
 

@@ -55,8 +55,7 @@ def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     truth = ''.join(f'{index + 1}\n' for index in OF_VALIDATION).encode()
     top = 'ILSVRC2012_devkit_t12/data'
     kit = {f'{top}/meta.mat': meta.getvalue(), f'{top}/ILSVRC2012_validation_ground_truth.txt': truth}
-    digest = hashlib.md5(write_tar(folder / DEVKIT, kit, 'w:gz')).hexdigest()
-    monkeypatch.setitem(ARCHIVE_META, 'devkit', (DEVKIT, digest))
+    write_tar(folder / DEVKIT, kit, 'w:gz')
     inner = {}
     for index, name in enumerate(CLASSES):
         images = {f'{name}_{number}.JPEG': picture(20 * index) for number in range(4 + index)}
@@ -64,15 +63,13 @@ def archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_tar(folder / TRAIN, inner)
     order = np.random.default_rng(0).permutation(6)
     write_tar(folder / VAL, {f'{VALIDATION_NAMES[i]}.JPEG': picture(20 * OF_VALIDATION[i]) for i in order})
+    for kind, (name, _) in ARCHIVE_META.items():
+        monkeypatch.setitem(ARCHIVE_META, kind, (name, hashlib.md5((folder / name).read_bytes()).hexdigest()))
     return folder
 
 
 def run(archives: Path, out: Path) -> None:
     main(['--archives', str(archives), '--out', str(out)])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
 
 
 def check_labels(out: Path) -> None:
@@ -93,42 +90,22 @@ def test_archives_become_class_folders(archives, tmp_path, capsys):
     assert 'val: 6 images, 3 classes' in shown
 
 
-def test_what_an_interruption_left_out_is_added(archives, tmp_path):
+def test_an_interrupted_run_is_made_whole(archives, tmp_path):
     out = tmp_path / 'out'
     run(archives, out)
-    whole = contents(out)
     cut = out / 'train' / CLASSES[0] / f'{CLASSES[0]}_1.JPEG'
     cut.write_bytes(cut.read_bytes()[:100])
     for path in (*(out / 'train' / CLASSES[2]).iterdir(), *(out / 'val').glob('*/*1.JPEG')):
         path.unlink()
-    kept = out / 'train' / CLASSES[1] / f'{CLASSES[1]}_0.JPEG'
-    before = kept.stat().st_mtime_ns
+    next((out / 'val').glob('*/*2.JPEG')).rename(out / 'val' / f'{VALIDATION_NAMES[1]}.JPEG')
     run(archives, out)
-    assert contents(out) == whole
-    assert kept.stat().st_mtime_ns == before
+    check_labels(out)
 
 
-@pytest.mark.parametrize('name', [TRAIN, VAL])
-def test_an_archive_that_is_cut_is_an_error(archives, tmp_path, name):
-    content = (archives / name).read_bytes().rstrip(b'\0')
-    (archives / name).write_bytes(content[: len(content) * 2 // 3])
-    with pytest.raises(ValueError, match=rf'{name}'):
-        run(archives, tmp_path / 'out')
-
-
-@pytest.mark.parametrize('damage', ['a header', 'no images'])
-def test_a_damaged_archive_of_a_class_is_an_error(archives, tmp_path, damage):
-    path = tmp_path / 'inner.tar'
-    inner = {}
-    with tarfile.open(archives / TRAIN) as file:
-        for member in file:
-            inner[member.name] = file.extractfile(member).read()
-    name = f'{CLASSES[1]}.tar'
-    third = inner[name].index(f'{CLASSES[1]}_2'.encode())
-    damaged = inner[name][:third] + b'\xff' * 500 + inner[name][third + 500 :]
-    inner[name] = damaged if damage == 'a header' else write_tar(path, {})
-    write_tar(archives / TRAIN, inner)
-    with pytest.raises(ValueError, match=rf'expected .*{TRAIN}/{name}'):
+@pytest.mark.parametrize('name', [TRAIN, VAL, DEVKIT])
+def test_another_archive_than_the_published_one_is_an_error(archives, tmp_path, name):
+    (archives / name).write_bytes((archives / name).read_bytes()[:-700])
+    with pytest.raises(ValueError, match=rf'{name} as published'):
         run(archives, tmp_path / 'out')
 
 
@@ -144,17 +121,7 @@ def test_a_thousand_classes_have_the_published_number_of_images(tmp_path):
         main(['--solution', str(tmp_path / 'solution.csv'), '--out', str(tmp_path / 'other')])
 
 
-def test_a_class_folder_with_other_images_is_an_error(archives, tmp_path):
-    run(archives, tmp_path / 'out')
-    (tmp_path / 'out' / 'train' / CLASSES[0] / 'mine.JPEG').write_bytes(picture(0))
-    with pytest.raises(ValueError, match=r"expected 4 images of .*n01440764, got 5; .* others: \['mine\.JPEG'\]"):
-        run(archives, tmp_path / 'out')
-
-
-def test_another_development_kit_is_an_error(archives, tmp_path):
-    (archives / DEVKIT).write_bytes(b'no kit')
-    with pytest.raises(ValueError, match=r'devkit_t12\.tar\.gz as published'):
-        run(archives, tmp_path / 'out')
+def test_a_folder_without_archives_is_an_error(archives, tmp_path):
     (archives / TRAIN).unlink()
     (archives / VAL).unlink()
     with pytest.raises(ValueError, match=r'expected .*train\.tar or .*val\.tar in .*, got none'):

@@ -65,7 +65,7 @@ def test_ffcv_files_are_not_written_again(tmp_path):
 @pytest.mark.parametrize(
     ('more', 'error', 'message'),
     [
-        (['--max-resolution', '20000'], ValueError, 'max_resolution to be from 1 to 18918, got 20000'),
+        (['--max-resolution', '20000'], ValueError, r'max_resolution to be in \[1, 18918\], or null, got 20000'),
         (['--num-classes', '7'], SystemExit, '2'),
         (['--name', 'wds/', '--num-classes', '0'], SystemExit, '2'),
     ],

@@ -48,7 +48,7 @@ def line_of(capsys, main, arguments: list[str]) -> str:
     ('config', 'arguments', 'said'),
     [
         ('one_epoch', 'data.dir=/nowhere', 'got /nowhere'),
-        ('one_epoch', 'data.dir=FOLDER', 'FOLDER, which is empty'),
+        ('one_epoch', 'data.dir=FOLDER', 'FOLDER, which is not one'),
         ('one_epoch', 'data.dir=TEXT', 'got TEXT'),
         ('one_epoch', 'data.dir=UNDIVIDED', 'got only shoes; data.val_share=0.1 holds out a tenth'),
         ('one_epoch', 'optim.args=[1]', 'command line: optim.args = [1]: '),
@@ -98,11 +98,10 @@ def test_a_wrong_value_is_one_line(tmp_path, capsys, config, arguments, said):
     ('rows', 'arguments', 'said'),
     [
         (120, 'data.label_column=title', 'got 120 rows with 120 labels, each once, so they are no classes; '),
-        (120, 'data.label_column=title', '; see data.label_column=title, data.test_share=0.1, data.valid_share=0.1'),
         (120, 'data.test_share=0.001', "the split 'test' to hold out at least one row, got 0.001 of 120 rows; "),
         (120, 'data.max_texts=5', "the split 'test' to hold out at least one row, got 0.1 of 5 rows; "),
         (3, 'data.split_seed=1', "the split 'test' to hold out at least one row, got 0.1 of 3 rows; "),
-        (120, 'data.label_column=stars', 'text, stars, got title, text, label; see data.text_columns, data.label_'),
+        (120, 'data.label_column=stars', 'text, stars, got title, text, label'),
         (120, 'data.text_columns=body', "data.text_columns = 'body': expected a list, such as [body]"),
     ],
 )

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from text_files import write_alimama, write_behaviors, write_mind, write_mind_behaviors, write_movielens
+from text_files import write_behaviors, write_mind, write_mind_behaviors, write_movielens
 from text_runs import arguments as smoke_arguments
 from text_runs import assert_goes_on_to_the_same_weights
 from transformers import AutoModel
@@ -81,8 +81,7 @@ def test_each_kind_of_data_is_divided_as_it_must_be(tmp_path, requests):
     assert len(films['validation']) == len(films['test']) == round(sum(map(len, films.values())) / 10)
     news = make_run('mind', write_mind_behaviors(write_mind(tmp_path / 'news'))).splits
     assert len(news['train']) > 8 * len(news['test'])
-    clicks = make_run('alimama', write_alimama(tmp_path / 'a.txt', rows=200)).splits
-    users = [set(part['user']) for part in clicks.values()]
+    users = [set(part['user']) for part in make_run('json', requests, 'data.division=user').splits.values()]
     assert not users[0] & users[1]
     assert not users[0] & users[2]
     last, at_random = (make_run('json', requests, *more) for more in (['data.division=last'], []))
@@ -110,8 +109,8 @@ def test_a_test_file_of_one_label_is_an_error(tmp_path, requests):
 
 def test_a_model_for_other_behaviours_is_an_error(trained, requests, tmp_path):
     source = trained[0] / 'seed_0' / 'best'
-    run = make_run('alimama', write_alimama(tmp_path / 'a.txt', rows=100))
-    with pytest.raises(ValueError, match=r'expected a model of 10 behaviours of the types type .* with 10 of '):
+    run = make_run('movielens', write_movielens(tmp_path, users=60))
+    with pytest.raises(ValueError, match=r'expected a model of 10 behaviours of the types rated .* with 10 of '):
         run.load_model(source)
     run = make_run('json', requests, 'data.max_behaviors=11')
     with pytest.raises(ValueError, match='expected a model of 11 behaviours'):

@@ -266,10 +266,3 @@ def test_parts_of_their_own_are_used_whole(mind, tmp_path):
     run = make_run(mind, tmp_path, f'data.valid_path={other}', f'data.test_path={other}')
     assert run.counts() == {'train': 250, 'validation': 7, 'test': 7}
     assert len(run.news) == 66
-
-
-def test_impressions_of_a_part_that_are_training_impressions_too_are_counted(mind, tmp_path, caplog):
-    make_run(mind, tmp_path, f'data.valid_path={write_mind_behaviors(write_mind(tmp_path / "other"), rows=7, seed=3)}')
-    assert 'training impressions' not in caplog.text
-    make_run(mind, tmp_path, f'data.valid_path={mind}')
-    assert '250 of the 250 validation impressions' in caplog.text

@@ -1,6 +1,6 @@
 """Text classification (Fastformer Table 4)."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,7 +19,6 @@ from transformers import (
 
 from aft_vision.fastformer import FastformerForSequenceClassification
 from aft_vision.fastformer.data import READERS, label_maps, split_dataset, tokenize_dataset
-from train.config_layers import as_yaml
 from train.fastformer.run import TextRun
 from train.fastformer.schema import TextConfig
 from train.fastformer.texts import TableData, read_own_and_drawn
@@ -34,17 +33,17 @@ class ClassificationData(TableData):
     """Texts with their classes: the fields of `TableData`, and these.
 
     Attributes:
-        kind: A name of `READERS`: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `acl_imdb` (that
-            of 2), `mind_topic` (MIND's news.tsv), `ag_news` (CSV as published), `table` (any CSV, TSV, JSON or parquet
-            file with a header or keys), or `hub` (a data set of the Hugging Face hub).
+        kind: A name of `READERS`: `amazon` (JSON lines of reviews), `jmars` (the IMDB of 10 classes), `mind_topic`
+            (MIND's news.tsv), `table` (any CSV, TSV, JSON or parquet file with a header or keys), or `hub` (a data set
+            of the Hugging Face hub).
         path: The file or folder, or the name of a data set on the hub. For `mind_topic` also the parent folder of
             train, dev and test.
-        test_path: A separate file of test texts, which may lack classes; not for `hub`. None uses the test texts of
-            `acl_imdb`, or of a `hub` data set that has them, and splits off others.
+        test_path: A separate file of test texts, which may lack classes; not for `hub`. None uses the test texts of a
+            `hub` data set that has them, and splits off others.
         bodies: For `mind_topic`: docs.tsv with the bodies of the news; None for title and abstract.
         text_columns: Columns of `table`, `hub`, `jmars` and `mind_topic`; several are joined. None means text, text,
             review, and title and abstract or `bodies`.
-        label_column: Column of `table`, `hub`, `jmars` and `acl_imdb`. None means label, label, rating, sentiment.
+        label_column: Column of `table`, `hub` and `jmars`. None means label, label and rating.
         drop_incomplete: Leave out rows whose label, or text of all columns, is missing, null, NaN or blank; otherwise
             they are errors, except a blank text.
         test_share, valid_share: Shares of the texts, stratified by class, if the data set has no such split. A data set
@@ -53,20 +52,15 @@ class ClassificationData(TableData):
 
     kinds_of_key = {  # noqa: RUF012
         'text_columns': ('table', 'hub', 'jmars', 'mind_topic'),
-        'label_column': ('table', 'hub', 'jmars', 'acl_imdb'),
+        'label_column': ('table', 'hub', 'jmars'),
         'bodies': ('mind_topic',),
         'hub_config': ('hub',),
     }
 
-    kind: Literal['amazon', 'jmars', 'acl_imdb', 'mind_topic', 'ag_news', 'table', 'hub'] = 'table'
+    kind: Literal['amazon', 'jmars', 'mind_topic', 'table', 'hub'] = 'table'
     bodies: str | None = None
     text_columns: list[str] | None = None
     label_column: str | None = None
-
-    def own_splits(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        if self.kind == 'acl_imdb':
-            return {'test': (self.test_path or self.path, {'split': 'test'})}
-        return super().own_splits()
 
 
 @dataclass(frozen=True)
@@ -155,13 +149,6 @@ def read_splits(data: ClassificationData) -> DatasetDict:
         try:
             return split_dataset(train, data.split_seed, shares, rare_to_first=True)
         except ValueError as error:
-            raise ValueError(f'{data.path}: {error}; see {_name_division(data, shares)}') from error
+            raise ValueError(f'{data.path}: {error}') from error
 
     return read_own_and_drawn(data, read, divide)
-
-
-def _name_division(data: ClassificationData, drawn: Collection[str]) -> str:
-    """Return the keys that decide which texts the drawn splits get, with their values."""
-    keys = ['label_column'] if data.kind in data.kinds_of_key['label_column'] else []
-    keys += [key for split, key in (('test', 'test_share'), ('validation', 'valid_share')) if split in drawn]
-    return ', '.join(f'data.{key}={as_yaml(getattr(data, key))}' for key in keys)

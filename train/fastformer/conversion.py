@@ -18,7 +18,7 @@ from aft_vision.fastformer.data.behaviors import (
     read_behaviors,
     split_behaviors,
 )
-from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
+from aft_vision.fastformer.data.interactions import read_mind_clicks, read_ratings
 from aft_vision.fastformer.pooled_metrics import POOLED_METRICS, pooled_metrics
 from train.fastformer.run import TextRun
 from train.fastformer.schema import RESERVED_KEYS, TextConfig, TextData
@@ -27,12 +27,11 @@ READERS: dict[str, Any] = {
     'json': read_behaviors,
     'mind': read_mind_clicks,
     'movielens': read_ratings,
-    'alimama': read_alimama,
 }
 # Requests in memory at once while collecting their texts.
 BATCH = 10_000
 # Defaults of `data.division`.
-DEFAULT_DIVISION = {'json': 'random', 'mind': 'last', 'movielens': 'last', 'alimama': 'user'}
+DEFAULT_DIVISION = {'json': 'random', 'mind': 'last', 'movielens': 'last'}
 RESERVED = RESERVED_KEYS | {
     'max_behaviors': 'data.max_behaviors says how many there are',
     'behavior_types': 'the data decide',
@@ -46,13 +45,12 @@ class ConversionData(TextData):
 
     Attributes:
         kind: `json` (JSON lines of label, ad and typed behaviours, see docs/guide/fastformer_conversion.md), `mind` (a
-            folder with its news.tsv and behaviors.tsv), `movielens` (the folder of MovieLens-100k) or `alimama` (the
-            CSV of 267 columns).
+            folder with its news.tsv and behaviors.tsv) or `movielens` (the folder of MovieLens-100k).
         drop_missing: For `mind`: leave out news without a text, as in an excerpt.
         valid_path, test_path: Separate files of validation and test requests.
         division: How to draw the splits without a path: `random` requests, the `last` of the file, or random users,
-            with all requests of a `user` in one split. None means random for `json`, last for `mind` and `movielens`,
-            which are in the order of time, and user for `alimama`.
+            with all requests of a `user` in one split. None means random for `json`, and last for `mind` and
+            `movielens`, which are in the order of time.
         test_share, valid_share: Shares of the requests, or of the users.
         max_behaviors: Number of last behaviours of a user to keep.
         min_frequency: Minimal number of distinct training texts with a word.
@@ -60,7 +58,7 @@ class ConversionData(TextData):
 
     kinds_of_key = {'drop_missing': ('mind',)}  # noqa: RUF012
 
-    kind: Literal['json', 'mind', 'movielens', 'alimama'] = 'json'
+    kind: Literal['json', 'mind', 'movielens'] = 'json'
     max_length: int = within('[1, inf)', 48, 'tokens')
     drop_missing: bool = False
     valid_path: str | None = None

@@ -1,7 +1,5 @@
 """Data of the recommendation task: impressions for training, validation and test."""
 
-import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,8 +10,6 @@ from aft_vision.fastformer.data.impressions import Behaviors, split_impressions
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import read_movielens
 from train.fastformer.schema import OWN_PATHS, TextData
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,22 +77,8 @@ def _read_mind(data: RecommendationData) -> tuple[News, dict[str, Behaviors]]:
         split: read_mind_behaviors(folder, news.rows, data.max_behaviors, data.drop_missing)
         for split, folder in given.items()
     }
-    for split in given.keys() - {'train'}:
-        _report_shared(splits, split)
     shares = data.drawn_shares(given)
     if len(shares) > 1:
         drawn = split_impressions(splits['train'], [*shares.values()], data.split_seed)
         splits |= zip(shares, drawn, strict=True)
     return news, {split: splits[split] for split in ('train', *OWN_PATHS)}
-
-
-def _report_shared(splits: Mapping[str, Behaviors], split: str) -> None:
-    """Log how many impressions of a split have the user and the time of one of training."""
-
-    def moments(behaviors: Behaviors) -> list[tuple[str, int]]:
-        return [*zip(behaviors.users or [], [] if behaviors.seconds is None else behaviors.seconds, strict=True)]
-
-    train = set(moments(splits['train']))
-    shared = sum(moment in train for moment in moments(splits[split]))
-    if shared:
-        _logger.warning('%d of the %d %s impressions are training impressions too', shared, len(splits[split]), split)

@@ -298,7 +298,14 @@ class TextRun(ABC):
 
     def arguments(self, folder: Path, seed: int, **more: Any) -> TrainingArguments:
         """Convert the experiment to arguments of transformers' Trainer; `more` as `training_arguments` takes them."""
-        return training_arguments(self.config, folder, seed, self.best_metric, self.quiet, **more)
+        arguments = training_arguments(self.config, folder, seed, self.best_metric, self.quiet, **more)
+        if arguments.n_gpu > 1:
+            # torch's DataParallel would give each GPU a whole batch, and split tensors that a batch shares.
+            raise ValueError(
+                f'expected a process for each GPU, got one for {arguments.n_gpu}: start with torchrun, or show it one '
+                'GPU by CUDA_VISIBLE_DEVICES'
+            )
+        return arguments
 
     def make_trainer(
         self,

@@ -7,7 +7,6 @@ from typing import Any
 from datasets import Dataset, DatasetDict, get_dataset_split_names
 
 from aft_vision.data.ranges import within
-from aft_vision.fastformer.data.files import MissingColumnsError
 from aft_vision.fastformer.data.splits import report_shared
 from train.fastformer.schema import OWN_PATHS, TextData
 from train.schema import require
@@ -77,13 +76,8 @@ def read_own_and_drawn(
         ValueError: a file is missing, damaged or of another layout, or has too few texts to divide.
     """
     own = data.own_splits()
-    try:
-        train = read(data.path, None, sample=data.max_texts, seed=data.split_seed)
-        parts = {split: read(path, train, **options) for split, (path, options) in own.items()}
-    except MissingColumnsError as error:
-        keys = [key for key, kinds in data.kinds_of_key.items() if '_column' in key and data.kind in kinds]
-        keys += [] if getattr(data, 'split_column', None) is None else ['split_column']
-        raise ValueError(f'{error}; see {", ".join(f"data.{key}" for key in keys)}' if keys else str(error)) from error
+    train = read(data.path, None, sample=data.max_texts, seed=data.split_seed)
+    parts = {split: read(path, train, **options) for split, (path, options) in own.items()}
     shares = data.drawn_shares(own)
     splits = divide(train, shares) if len(shares) > 1 else DatasetDict({'train': train})
     splits.update(parts)

@@ -283,7 +283,7 @@ def training_arguments(
         more: Further arguments of that subclass.
 
     Raises:
-        ValueError: the batch cannot be shared out evenly, or one process has several GPUs.
+        ValueError: the batch cannot be shared out evenly.
     """
     data, optim, schedule, run = config.data, config.optim, config.schedule, config.run
     arguments = arguments_class(
@@ -321,20 +321,9 @@ def training_arguments(
         ddp_find_unused_parameters=False,
         **more,
     )
-    _check_processes(arguments)
     arguments.per_device_train_batch_size = share = config.check_batch_size(arguments.world_size)
     arguments.per_device_eval_batch_size = data.eval_batch_size or share
     return arguments
-
-
-def _check_processes(arguments: TrainingArguments) -> None:
-    """Raise a ValueError unless there is one process per GPU."""
-    if arguments.n_gpu > 1:
-        # torch's DataParallel would give each GPU a whole batch, and split tensors that a batch shares.
-        raise ValueError(
-            f'expected a process for each GPU, got one for {arguments.n_gpu}: start with torchrun, or show it one '
-            'GPU by CUDA_VISIBLE_DEVICES'
-        )
 
 
 def finished_training(folder: Path) -> tuple[TrainerState, Path] | None:

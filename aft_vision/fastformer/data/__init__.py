@@ -3,8 +3,8 @@
 from aft_vision.fastformer.data.batches import tokenize_dataset
 from aft_vision.fastformer.data.mind import read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import read_movielens
-from aft_vision.fastformer.data.news import read_ag_news, read_mind_topic
-from aft_vision.fastformer.data.reviews import read_acl_imdb, read_amazon, read_jmars
+from aft_vision.fastformer.data.news import read_mind_topic
+from aft_vision.fastformer.data.reviews import read_amazon, read_jmars
 from aft_vision.fastformer.data.splits import split_dataset
 from aft_vision.fastformer.data.summaries import read_hub_summaries, read_summaries, split_summaries
 from aft_vision.fastformer.data.table import from_dataset, label_maps, read_hub, read_table
@@ -13,9 +13,7 @@ from aft_vision.fastformer.data.table import from_dataset, label_maps, read_hub,
 READERS = {
     'amazon': read_amazon,
     'jmars': read_jmars,
-    'acl_imdb': read_acl_imdb,
     'mind_topic': read_mind_topic,
-    'ag_news': read_ag_news,
     'table': read_table,
     'hub': read_hub,
 }

@@ -36,14 +36,12 @@ def tokenize_dataset(
             `summary` as it is.
 
     Raises:
-        ValueError: max_summary_length is below 2, or the tokenizer has no end token.
+        ValueError: the tokenizer has no end token.
     """
     limit: int | None = max_summary_length
     end: Any = tokenizer.eos_token_id
     if limit is not None and end is None:
         raise ValueError('expected a tokenizer with an end token (eos_token), got one without')
-    if limit is not None and limit < 2:
-        raise ValueError(f'max_summary_length must be at least 2, got {limit}')
 
     def with_end(target: list[int], limit: int) -> list[int]:
         # Some tokenizers add the end token themselves.

@@ -12,7 +12,7 @@ import json
 import lzma
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -30,21 +30,18 @@ class Record(NamedTuple):
     values: dict[str, Any]
 
 
-def read_lines(path: str | Path, member: str | None = None) -> Iterator[tuple[int, bytes]]:
+def read_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """Stream the lines of a file, which may be a .gz, .xz, .bz2 or .zip, with their numbers from 1.
 
-    Args:
-        member: Which file of a .zip; needed where it holds several.
-
     Raises:
-        ValueError: the file is missing or damaged.
+        ValueError: the file is missing or damaged, or a .zip of several.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f'expected a file, got {path}, which is none')
     number = 0
     try:
-        with _open(path, member) as file:
+        with _open(path) as file:
             for number, line in enumerate(file, 1):
                 yield number, line
     except PermissionError:
@@ -121,26 +118,11 @@ def read_delimited(
             )
 
 
-def each_once(records: Iterable[Record], column: str) -> Iterator[Record]:
-    """Yield the records of one file, and check that each has a name of its own in a column.
-
-    Raises:
-        ValueError: a name is there again; names the line and the column.
-    """
-    seen: set[str] = set()
-    for record in records:
-        name = record.values[column]
-        if name in seen:
-            raise ValueError(f'{record.location}, column {column!r}: expected each name once, got {name!r:.80} again')
-        seen.add(name)
-        yield record
-
-
 def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
     """Stream some columns of a parquet file; a location counts rows from 1.
 
     Raises:
-        ValueError: the file is missing or damaged, lacks a column, or has one twice.
+        ValueError: the file is missing or damaged, or lacks a column.
     """
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
@@ -148,8 +130,6 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
     try:
         file = ParquetFile(path)
         names = file.schema_arrow.names
-        if any(names.count(name) > 1 for name in columns):
-            raise ValueError(f'{path}: expected column names that differ, got {", ".join(names)}')
         if not set(columns) <= set(names):
             raise missing_columns(f'{path}, row 1', columns, names)
         rows = (row for batch in file.iter_batches(columns=list(columns)) for row in batch.to_pylist())
@@ -159,37 +139,20 @@ def read_parquet(path: str | Path, columns: Sequence[str]) -> Iterator[Record]:
         raise ValueError(f'expected a parquet file, got {path}: {error}') from error
 
 
-class MissingColumnsError(ValueError):
-    """An error of a row that lacks a column."""
-
-
-def missing_columns(location: str, expected: Sequence[str], got: Sequence[str]) -> MissingColumnsError:
+def missing_columns(location: str, expected: Sequence[str], got: Sequence[str]) -> ValueError:
     """Build the error for a row without a column."""
     listed = ', '.join(got) or 'none'
-    return MissingColumnsError(f'{location}: expected the columns {", ".join(expected):.200}, got {listed:.200}')
+    return ValueError(f'{location}: expected the columns {", ".join(expected):.200}, got {listed:.200}')
 
 
-def _open(path: Path, member: str | None) -> IO[bytes]:
-    if path.suffix == '.zip':
-        return zipfile.ZipFile(path).open(member or _only_member(path))
-    return OPENERS.get(path.suffix, lambda path: path.open('rb'))(path)
-
-
-def zip_members(path: str | Path) -> list[str]:
-    """List the files of a .zip; those that a Mac adds are left out."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except DAMAGE_ERRORS as error:
-        raise ValueError(f'{path} is damaged: {error}') from error
-    return [name for name in names if not name.endswith('/') and not name.startswith('__MACOSX/')]
-
-
-def _only_member(path: Path) -> str:
-    members = zip_members(path)
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix != '.zip':
+        return OPENERS.get(path.suffix, lambda path: path.open('rb'))(path)
+    archive = zipfile.ZipFile(path)
+    members = [name for name in archive.namelist() if not name.endswith('/') and not name.startswith('__MACOSX/')]
     if len(members) != 1:
         raise ValueError(f'expected one file in {path}, got {len(members)}: {", ".join(members)}')
-    return members[0]
+    return archive.open(members[0])
 
 
 def _parse_json(path: str | Path, text: str, line: int | None = None) -> Any:
@@ -208,13 +171,9 @@ def _as_record(location: str, value: Any) -> Record:
 
 def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) -> Iterator[tuple[int, list[str]]]:
     """Stream the rows that are not empty with the numbers of the lines where they begin."""
-    if not quoted:
-        for number, line in read_text_lines(path, encoding):
-            if line.strip() or delimiter in line:
-                yield number, line.rstrip('\r\n').split(delimiter)
-        return
     lines = (line for _, line in read_text_lines(path, encoding))
-    reader, number = csv.reader(lines, delimiter=delimiter, strict=True), 1
+    quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+    reader, number = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True), 1
     while True:
         # The limit is one of the process, in which other readers may be open.
         limit = csv.field_size_limit(MAX_FIELD_SIZE)

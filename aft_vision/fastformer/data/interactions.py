@@ -1,4 +1,4 @@
-"""Public data sets in which users act upon items, as requests: MovieLens-100k, MIND, and a sample of Alimama's ads."""
+"""Public data sets in which users act upon items, as requests: MovieLens-100k and MIND."""
 
 import sys
 from collections import defaultdict
@@ -11,24 +11,11 @@ import numpy as np
 from datasets import Dataset
 
 from aft_vision.fastformer.data.behaviors import Behavior, BehaviorTable, Request
-from aft_vision.fastformer.data.files import Record, read_delimited
 from aft_vision.fastformer.data.impressions import Behaviors
 from aft_vision.fastformer.data.mind import News, read_mind_behaviors, read_mind_news
 from aft_vision.fastformer.data.movielens import Rating, load_ratings, read_films
 
 MIN_LIKED_STARS = 4
-# The behaviours of a row of Alimama: this many columns each for type, category, brand, and two masks.
-SLOTS = 50
-PROFILE_COLUMNS = (
-    'user cms_segid cms_group_id final_gender_code age_level pvalue_level shopping_level occupation '
-    'new_user_class_level'
-).split()
-AD_COLUMNS = ('adgroup', 'category', 'campaign', 'customer', 'brand', 'price', 'pid', 'clk')
-ALIMAMA_COLUMNS = (
-    *(f'{name}_{slot}' for name in ('type', 'category', 'brand', 'mask', 'match_mask') for slot in range(SLOTS)),
-    *PROFILE_COLUMNS,
-    *AD_COLUMNS,
-)
 
 
 def read_ratings(folder: str | Path, table: BehaviorTable, max_behaviors: int | None = 50) -> Dataset:
@@ -76,24 +63,6 @@ def read_mind_clicks(
     return table.collect(_requests_of_impressions(behaviors, behaviors.labels, news), max_behaviors)
 
 
-def read_alimama(path: str | Path, table: BehaviorTable, max_behaviors: int | None = None) -> Dataset:
-    """Read clicks on Alimama's display ads with the behaviours before, in the 267 columns that the DMR model reads.
-
-    The file has only numbers, so the texts are words made from them: `category4281 brand49293` of a behaviour,
-    `ad375015 category4281 brand49293` of an ad; brand 0 is none. Types are the file's own codes, `type 1` to `type 4`.
-    The user's profile, campaign, customer, price and slot of the ad are not used.
-
-    Args:
-        path: A CSV without header.
-        table: Table to which texts and types are added.
-        max_behaviors: Number of last behaviours, of 50, to keep; None for all.
-
-    Raises:
-        ValueError: the file is damaged or of another layout; names line and column.
-    """
-    return table.collect(map(_as_click, read_delimited(path, columns=ALIMAMA_COLUMNS)), max_behaviors)
-
-
 def _requests_of_ratings(ratings: Iterable[Rating], texts: Sequence[str]) -> Iterator[Request]:
     earlier: dict[str, list[Behavior]] = defaultdict(list)
     for _, together in groupby(ratings, key=itemgetter(3)):
@@ -112,21 +81,3 @@ def _requests_of_impressions(behaviors: Behaviors, labels: np.ndarray, news: New
         user = '' if behaviors.users is None else behaviors.users[row]
         for number, label in zip(behaviors.candidates[row], labels[start:end], strict=True):
             yield Request(int(label), news.texts[number], clicks, user, impression)
-
-
-def _as_click(record: Record) -> Request:
-    location, values = record
-    for column in ('clk', *(f'mask_{slot}' for slot in range(SLOTS))):
-        if values[column] not in ('0', '1'):
-            raise ValueError(f'{location}, column {column!r}: expected 0 or 1, got {values[column]!r}')
-    behaviors = [
-        Behavior(f'type {values[f"type_{slot}"]}', _item_words(values[f'category_{slot}'], values[f'brand_{slot}']))
-        for slot in range(SLOTS)
-        if values[f'mask_{slot}'] == '1'
-    ]
-    ad = f'ad{values["adgroup"]} {_item_words(values["category"], values["brand"])}'
-    return Request(int(values['clk']), ad, behaviors, values['user'])
-
-
-def _item_words(category: str, brand: str) -> str:
-    return f'category{category}' if brand == '0' else f'category{category} brand{brand}'

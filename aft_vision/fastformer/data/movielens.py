@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aft_vision.fastformer.data.files import Record, each_once, read_delimited
+from aft_vision.fastformer.data.files import Record, read_delimited
 from aft_vision.fastformer.data.impressions import Behaviors, Ragged
 from aft_vision.fastformer.data.mind import News
 
@@ -114,7 +114,7 @@ def read_films(folder: str | Path) -> News:
         needed = ('item_id', *ATOMIC_TEXTS)
         records = read_delimited(Path(folder) / 'ml-100k.item', '\t', quoted=False, needed=needed, typed=True)
         text = _atomic_text
-    films = {record.values['item_id']: text(record) for record in each_once(records, 'item_id')}
+    films = {record.values['item_id']: text(record) for record in records}
     return News(list(films), list(films.values()))
 
 

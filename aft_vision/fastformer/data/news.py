@@ -1,4 +1,4 @@
-"""News with their topics: MIND and AG News."""
+"""News of MIND with their topics."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -6,12 +6,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from aft_vision.fastformer.data.files import Record, each_once, read_delimited
+from aft_vision.fastformer.data.files import Record, read_delimited
 from aft_vision.fastformer.data.table import collect, mark_nan
 
 NEWS_COLUMNS = 'news_id category subcategory title abstract url title_entities abstract_entities'.split()
 DOCS_COLUMNS = ('news_id', 'category', 'subcategory', 'title', 'abstract', 'body')
-AG_NEWS_CLASSES = ('World', 'Sports', 'Business', 'Sci/Tech')
 TEXT_COLUMNS = ('title', 'abstract', 'body')
 
 
@@ -38,34 +37,14 @@ def read_mind_topic(
         raise ValueError(f'expected columns of {", ".join(TEXT_COLUMNS)}, and docs for a body, got {", ".join(text)}')
     bodies: dict[str, str] = {}
     if docs is not None:
-        rows = each_once(read_delimited(docs, '\t', DOCS_COLUMNS, quoted=False), 'news_id')
+        rows = read_delimited(docs, '\t', DOCS_COLUMNS, quoted=False)
         bodies = {row.values['news_id']: row.values['body'] for row in rows}
     rows = mark_nan(read_news_rows(news), 'category')
     return collect(_choose_text(rows, bodies, text), ['text'], 'category', **options)
 
 
-def read_ag_news(path: str | Path, **options: Any) -> Dataset:
-    """Read AG News as published: a CSV without header of class (1 to 4), title and description.
-
-    A `classes.txt` next to it names the classes. `table.read_hub('fancyzhx/ag_news')` gives the same texts.
-
-    Args:
-        options: `sample`, `seed` and `drop_incomplete`, as `table.collect` takes them.
-
-    Raises:
-        ValueError: the file is damaged or of another layout; names line and column.
-    """
-    names: tuple[str, ...] = AG_NEWS_CLASSES
-    listed = Path(path).parent / 'classes.txt'
-    if listed.is_file():
-        names = tuple(filter(None, map(str.strip, listed.read_text(encoding='utf-8').splitlines())))
-    records = read_delimited(path, columns=('class', 'title', 'description'))
-    records = mark_nan(records, 'class')
-    return collect(records, ['title', 'description'], 'class', dict(enumerate(names, 1)), **options)
-
-
 def read_news_rows(news: str | Path | Sequence[str | Path]) -> Iterator[Record]:
-    """Stream the rows of one `news.tsv` of MIND, or of several, by `NEWS_COLUMNS`; a news in several counts once.
+    """Stream the rows of `news.tsv` files of MIND by `NEWS_COLUMNS`; a news that is there again counts once.
 
     Args:
         news: The files, folders with one, or a folder of such folders, in their order.
@@ -73,7 +52,7 @@ def read_news_rows(news: str | Path | Sequence[str | Path]) -> Iterator[Record]:
     seen: set[str] = set()
     paths = map(Path, [news] if isinstance(news, (str, Path)) else news)
     for path in [file for each in paths for file in _news_files(each)]:
-        for record in each_once(read_delimited(path, '\t', NEWS_COLUMNS, quoted=False), 'news_id'):
+        for record in read_delimited(path, '\t', NEWS_COLUMNS, quoted=False):
             if record.values['news_id'] not in seen:
                 seen.add(record.values['news_id'])
                 yield record

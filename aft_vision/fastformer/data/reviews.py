@@ -1,6 +1,5 @@
-"""Reviews with their ratings: Amazon, the IMDB of JMARS with ten classes, and aclImdb."""
+"""Reviews with their ratings: Amazon, and the IMDB of JMARS with ten classes."""
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,11 +12,9 @@ from aft_vision.fastformer.data.table import collect, name_columns
 
 AMAZON_RATINGS = tuple('12345')
 IMDB_RATINGS = tuple(map(str, range(1, 11)))
-SENTIMENTS = ('neg', 'pos')
 # No review of aclImdb is rated 5 or 6.
 ACL_RATINGS = (*'1234', *'78', '9', '10')
-ACL_NAME = re.compile(r'(\d+)_(\d+)\.txt')
-NOT_JMARS = 'aclImdb is the binary IMDB, not IMDB-10; read_acl_imdb reads it'
+NOT_JMARS = 'aclImdb is the binary IMDB, not IMDB-10; data.kind=hub data.path=stanfordnlp/imdb reads it'
 
 
 def read_amazon(path: str | Path, **options: Any) -> Dataset:
@@ -64,23 +61,6 @@ def read_jmars(
     return dataset
 
 
-def read_acl_imdb(folder: str | Path, split: str = 'train', label: str = 'sentiment', **options: Any) -> Dataset:
-    """Read aclImdb as published: a folder with `train/neg/0_3.txt` and so on, where 3 is the rating.
-
-    Args:
-        split: `train` or `test`.
-        label: `sentiment`: neg and pos. `rating`: 1 to 4 and 7 to 10.
-        options: As `read_amazon` takes them.
-
-    Raises:
-        ValueError: a folder or its files are missing, or a file is named otherwise or damaged.
-    """
-    if label not in ('sentiment', 'rating'):
-        raise ValueError(f'expected the label sentiment or rating, got {label!r}')
-    records = chain.from_iterable(_read_folder(Path(folder) / split / sentiment) for sentiment in SENTIMENTS)
-    return collect(records, ['text'], label, SENTIMENTS if label == 'sentiment' else ACL_RATINGS, **options)
-
-
 def _peek(path: str | Path) -> tuple[Record, Iterator[Record]]:
     """Return the first record of a JSON file, and an iterator over all."""
     records = read_json(path)
@@ -88,21 +68,3 @@ def _peek(path: str | Path) -> tuple[Record, Iterator[Record]]:
     if first is None:
         raise ValueError(f'expected reviews in {path}, got an empty file')
     return first, chain([first], records)
-
-
-def _read_folder(folder: Path) -> Iterator[Record]:
-    """Stream the reviews of a folder, which is named after their sentiment."""
-    paths = list(folder.glob('*.txt'))
-    if not paths:
-        raise ValueError(f'expected reviews in {folder}, such as 0_3.txt, got none')
-    astray = [path for path in paths if ACL_NAME.fullmatch(path.name) is None]
-    if astray:
-        raise ValueError(f'expected names like NUMBER_RATING.txt, got {min(astray)}')
-    for path in sorted(paths, key=lambda path: int(path.stem.partition('_')[0])):
-        try:
-            content = path.read_text(encoding='utf-8-sig')
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f'{path}, byte {error.start + 1}: expected UTF-8, got {error.object[error.start]:#x}'
-            ) from error
-        yield Record(str(path), {'text': content, 'sentiment': folder.name, 'rating': path.stem.partition('_')[2]})

@@ -3,7 +3,6 @@
 import logging
 import math
 import random
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -24,7 +23,6 @@ DELIMITED = ('.csv', '.tsv')
 TABLES = (*DELIMITED, '.json', '.jsonl', '.ndjson', '.parquet')
 # Names of the classes in order, or a name for each value of the label column.
 LabelNames = Sequence[str] | Mapping[Any, str]
-WHOLE_NUMBER = re.compile(r'(-?[0-9]+)\.0+')
 Row = TypeVar('Row')
 
 _logger = logging.getLogger(__name__)
@@ -199,8 +197,6 @@ def collect(
         return content, name
 
     rows = draw_complete(records, [*text, label], as_row, drop_incomplete, **options)
-    if names is None:
-        _check_spellings(seen, label)
     classes = _in_order(seen) if names is None else list(dict.fromkeys(names.values()))
     index = {name: number for number, name in enumerate(classes)}
     columns = {'text': [content for content, _ in rows], 'label': [index[name] for _, name in rows]}
@@ -221,10 +217,6 @@ def check_text(location: str, column: str, value: Any) -> str:
     """
     if not isinstance(value, str):
         raise ValueError(f'{location}, column {column!r}: expected a text, got {value!r:.80}')
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f'{location}, column {column!r}: expected a text, got half a character: {error}') from error
     return value
 
 
@@ -290,15 +282,10 @@ def draw_rows(rows: Iterable[Row], count: int | None, seed: int) -> list[Row]:
     """Draw rows at random, each subset equally likely, while they stream past (reservoir sampling).
 
     Args:
-        count: How many; None, or more than there are, for all.
-
-    Raises:
-        ValueError: it is below 1.
+        count: How many, at least 1; None, or more than there are, for all.
     """
     if count is None:
         return list(rows)
-    if count < 1:
-        raise ValueError(f'sample must be at least 1, got {count}')
     generator = random.Random(seed)
     kept: list[tuple[int, Row]] = []
     for number, row in enumerate(rows):
@@ -307,19 +294,6 @@ def draw_rows(rows: Iterable[Row], count: int | None, seed: int) -> list[Row]:
         elif (slot := generator.randrange(number + 1)) < count:
             kept[slot] = (number, row)
     return [row for _, row in sorted(kept, key=itemgetter(0))]
-
-
-def _check_spellings(classes: Iterable[str], label: str) -> None:
-    """Raise a ValueError if two classes are one number, such as 1 and 1.0 in the text of a CSV."""
-    spellings: dict[str, str] = {}
-    for name in sorted(classes):
-        whole = WHOLE_NUMBER.fullmatch(name)
-        other = spellings.setdefault(str(int(whole[1])) if whole else name, name)
-        if other != name:
-            raise ValueError(
-                f'column {label!r}: expected one spelling of each class, got {other} and {name}; write one of them, or '
-                'say by label_names what they mean'
-            )
 
 
 def _with_names(records: Iterable[Record], label: str, names: Sequence[str]) -> Iterator[Record]:
@@ -331,8 +305,6 @@ def _with_names(records: Iterable[Record], label: str, names: Sequence[str]) -> 
 def _name_by_value(label_names: LabelNames | None) -> dict[str, str] | None:
     if label_names is None:
         return None
-    if isinstance(label_names, str) or len(label_names) == 0:
-        raise ValueError(f'expected the names of the classes, got {label_names!r}')
     if not isinstance(label_names, Mapping):
         label_names = {name: name for name in label_names}
     return {as_label(value) or '': name for value, name in label_names.items()}

@@ -6,7 +6,6 @@ import torch
 from text_files import BEHAVIOR_TYPES, write_behaviors
 
 from aft_vision.fastformer.data.behaviors import (
-    DIVISIONS,
     Behavior,
     BehaviorCollator,
     BehaviorTable,
@@ -67,7 +66,6 @@ def test_the_last_behaviours_are_kept():
         ({'label': True}, "line 2, column 'label': expected 0 or 1, got True"),
         ({'label': '1'}, "line 2, column 'label': expected 0 or 1, got '1'"),
         ({'ad': None}, "line 2, column 'ad': expected a text, got None"),
-        ({'user': 1.5}, "line 2, column 'user': expected a text or a whole number, got 1.5"),
         ({'behaviors': 'Oslo'}, "line 2, column 'behaviors': expected a list, got 'Oslo'"),
         ({'behaviors': ['Oslo']}, r"column 'behaviors\[0\]': expected an object with the keys type, text, got 'Oslo'"),
         ({'behaviors': [{'type': 'a', 'text': ''}, {'type': 'a'}]}, r"column 'behaviors\[1\]': expected an obj"),
@@ -140,13 +138,6 @@ def test_parts_that_cannot_be_measured_are_errors():
         split_behaviors(dataset, 'first')
     with pytest.raises(ValueError, match=r'expected users for each of .*, got 2 in all'):
         split_behaviors(BehaviorTable().collect(requests([0, 1] * 20, users=2)), 'user')
-
-
-@pytest.mark.parametrize('division', DIVISIONS)
-def test_shares_that_do_not_add_up_to_all_rows_are_errors(division):
-    dataset = BehaviorTable().collect(requests([0, 0, 1] * 40, users=20))
-    with pytest.raises(ValueError, match='two or more fractions above 0 that add up to 1'):
-        split_behaviors(dataset, division, fractions={'train': 0.5, 'test': 0.3})
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@ import os
 
 import pytest
 from helpers import unpack_data, unpack_ratings
-from text_files import write_alimama, write_mind, write_mind_behaviors, write_movielens
+from text_files import write_mind, write_mind_behaviors, write_movielens
 
 from aft_vision.fastformer.data.behaviors import BehaviorTable
-from aft_vision.fastformer.data.interactions import read_alimama, read_mind_clicks, read_ratings
+from aft_vision.fastformer.data.interactions import read_mind_clicks, read_ratings
 
 
 @pytest.mark.parametrize('original', [True, False], ids=['GroupLens', 'RecBole'])
@@ -64,36 +64,6 @@ def test_mind_without_labels_and_unknown_news_are_errors(tmp_path):
     assert (dataset['label'][:], dataset['behaviors'][:]) == ([1], [[]])
 
 
-def test_alimama_gives_words_of_numbers_without_what_is_masked(tmp_path):
-    path, table = write_alimama(tmp_path / 'a.txt', rows=20), BehaviorTable()
-    dataset = read_alimama(path, table)
-    for row, line in zip(dataset, path.read_text().splitlines(), strict=True):
-        values = line.split(',')
-        real = [slot for slot in range(50) if values[150 + slot] == '1']
-        expected = [f'category{values[50 + slot]} brand{values[100 + slot]}' for slot in real]
-        assert [table.texts[number] for number in row['behaviors']] == expected
-        assert [table.types[kind] for kind in row['behavior_types']] == [f'type {values[slot]}' for slot in real]
-        ad, category, brand = (values[place] for place in (259, 260, 263))
-        words = [f'ad{ad}', f'category{category}', *([f'brand{brand}'] if brand != '0' else [])]
-        assert table.texts[row['ad']].split() == words
-        assert (row['label'], row['user']) == (int(values[-1]), values[250])
-
-
-@pytest.mark.parametrize(
-    ('place', 'value', 'message'),
-    [(266, '2', "line 1, column 'clk': expected 0 or 1, got '2'"), (150, 'x', "column 'mask_0': expected 0 or 1")],
-)
-def test_what_is_damaged_in_alimama_is_named(tmp_path, place, value, message):
-    path = write_alimama(tmp_path / 'a.txt', rows=1)
-    values = path.read_text().strip().split(',')
-    path.write_text(','.join([*values[:place], value, *values[place + 1 :]]) + '\n')
-    with pytest.raises(ValueError, match=message):
-        read_alimama(path, BehaviorTable())
-    path.write_text(','.join(values[:-1]) + '\n')
-    with pytest.raises(ValueError, match=r'line 1, column 267: expected 267 columns .* got 266'):
-        read_alimama(path, BehaviorTable())
-
-
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with ctr_samples and mind_subset.tar.xz')
 def test_the_real_files_are_read(tmp_path):
     unpack_data('mind_subset.tar.xz', tmp_path)
@@ -102,11 +72,6 @@ def test_the_real_files_are_read(tmp_path):
     assert (len(ratings), sum(ratings['label'])) == (10_000, 3_388 + 2_293)
     assert table.texts[ratings[-1]['ad']] == 'Wings of Desire 1987 Comedy Drama Romance'
     assert sorted(table.types) == [f'rated {stars}' for stars in range(1, 6)]
-    table = BehaviorTable()
-    clicks = read_alimama(tmp_path / 'ctr' / 'paddlerec_dmr' / 'alimama_sampled_train.txt', table)
-    assert (len(clicks), sum(clicks['label']), len(set(clicks['user']))) == (500, 210, 230)
-    assert sorted(table.types) == [f'type {code}' for code in range(1, 5)]
-    assert sum(map(len, clicks['behaviors'])) == 24_879
     (folder,) = {path.parent for path in tmp_path.rglob('behaviors.tsv') if 'kim' not in str(path)}
     news = read_mind_clicks(folder, BehaviorTable(), drop_missing=True)
     assert 0 < sum(news['label']) < len(news)

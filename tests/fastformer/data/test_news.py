@@ -2,9 +2,9 @@ import os
 
 import pytest
 from helpers import unpack_data
-from text_files import MIND_CATEGORIES, write_ag_news, write_mind
+from text_files import MIND_CATEGORIES, write_mind
 
-from aft_vision.fastformer.data import read_ag_news, read_mind_topic
+from aft_vision.fastformer.data import read_mind_topic
 
 
 def test_mind_gives_titles_and_abstracts_with_their_categories(tmp_path):
@@ -39,7 +39,6 @@ def test_a_news_in_several_files_counts_once(tmp_path):
     [
         ('1\tU1\t11/13/2019 8:36:57 AM\tN1\tN2-1', r'line 1, column 6: expected 8 columns \(news_id, .* got 5'),
         ('\t'.join('abcdefgh') + '\n\n' + '\t'.join('abcdefghi'), 'line 3, column 9: expected 8 columns .* got 9'),
-        (2 * ('N1\tnews' + '\t' * 6 + '\n'), "line 2, column 'news_id': expected each name once, got 'N1' again"),
         ('N1\t' + '\t' * 6, "line 1, column 'category': expected a label, got ''"),
     ],
 )
@@ -59,43 +58,11 @@ def test_mind_rejects_other_bodies_and_columns(tmp_path):
         read_mind_topic(folder, text=['url'])
 
 
-@pytest.mark.parametrize('split', ['train', 'test'])
-def test_ag_news_is_read_with_the_names_of_its_classes(tmp_path, split):
-    dataset = read_ag_news(write_ag_news(tmp_path, rows=8) / f'{split}.csv')
-    assert dataset.features['label'].names == ['World', 'Sports', 'Business', 'Sci/Tech']
-    assert dataset['label'][:] == [0, 1, 2, 3] * 2
-    assert all(' "Live" ' in text for text in dataset['text'])
-
-
-def test_ag_news_takes_the_names_beside_it_and_has_its_own(tmp_path):
-    folder = write_ag_news(tmp_path)
-    (folder / 'classes.txt').write_text('W\nS\nB\nT\n')
-    assert read_ag_news(folder / 'test.csv').features['label'].names == list('WSBT')
-    (folder / 'classes.txt').unlink()
-    assert read_ag_news(folder / 'test.csv').features['label'].names[3] == 'Sci/Tech'
-
-
-@pytest.mark.parametrize(
-    ('content', 'message'),
-    [
-        ('"1","a","b"\n"5","a","b"\n', "line 2, column 'class': expected one of 1, 2, 3, 4, got '5'"),
-        ('"1","a","b"\n"2","a"\n', r'line 2, column 3: expected 3 columns \(class, title, description\), got 2'),
-        ('"Class Index","Title","Description"\n', "line 1, column 'class': .* got 'Class Index'"),
-    ],
-)
-def test_what_is_not_ag_news_is_named(tmp_path, content, message):
-    (tmp_path / 'train.csv').write_text(content)
-    with pytest.raises(ValueError, match=message):
-        read_ag_news(tmp_path / 'train.csv')
-
-
 def test_news_whose_class_reads_nan_have_none(tmp_path):
     (tmp_path / 'news.tsv').write_text('N1\tnan\t\ta\tb\t\t\t\nN2\tsports\t\tc\td\t\t\t\n')
-    (tmp_path / 'train.csv').write_text('nan,a,b\n2,c,d\n')
-    for read, name in ((read_mind_topic, 'news.tsv'), (read_ag_news, 'train.csv')):
-        assert read(tmp_path / name, drop_incomplete=True)['text'][:] == ['c d']
-        with pytest.raises(ValueError, match=r'line 1, .*expected a label, got nan'):
-            read(tmp_path / name)
+    assert read_mind_topic(tmp_path, drop_incomplete=True)['text'][:] == ['c d']
+    with pytest.raises(ValueError, match=r'line 1, .*expected a label, got nan'):
+        read_mind_topic(tmp_path)
 
 
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with mind_subset.tar.xz')

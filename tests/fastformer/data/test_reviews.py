@@ -4,15 +4,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from text_files import TOPIC_WORDS, write_acl_imdb, write_amazon, write_jmars
+from text_files import TOPIC_WORDS, write_amazon, write_jmars
 
-from aft_vision.fastformer.data import read_acl_imdb, read_amazon, read_jmars
+from aft_vision.fastformer.data import read_amazon, read_jmars
 
 
 def assert_texts_are_of_their_classes(dataset, topics=None):
     """The words of a synthetic text say what it is about."""
     for row in dataset:
-        found = {word.strip('.').lower() for word in row['text'].replace('<br />', ' ').split()}
+        found = {word.strip('.').lower() for word in row['text'].split()}
         topic = row['label'] if topics is None else topics[row['label']]
         assert found & set(TOPIC_WORDS[topic])
 
@@ -64,38 +64,7 @@ def test_the_binary_imdb_is_not_called_imdb_10(tmp_path, options):
     with pytest.raises(ValueError, match='aclImdb is the binary IMDB, not IMDB-10'):
         read_jmars(path, **options)
     with pytest.raises(ValueError, match='aclImdb is the binary IMDB, not IMDB-10'):
-        read_jmars(write_acl_imdb(tmp_path / 'aclImdb'))
-
-
-@pytest.mark.parametrize('split', ['train', 'test'])
-def test_acl_imdb_is_read_by_sentiment_and_by_rating(tmp_path, split):
-    folder = write_acl_imdb(tmp_path / 'aclImdb', rows=12)
-    dataset = read_acl_imdb(folder, split)
-    assert dataset.features['label'].names == ['neg', 'pos']
-    assert dataset['label'][:] == [0] * 12 + [1] * 12
-    assert_texts_are_of_their_classes(dataset)
-    rated = read_acl_imdb(folder, split, label='rating')
-    assert rated['text'][:] == dataset['text'][:]
-    assert [rated.features['label'].names[label] for label in rated['label']] == [*'1234'] * 3 + [
-        '7',
-        '8',
-        '9',
-        '10',
-    ] * 3
-
-
-def test_acl_imdb_of_another_layout_is_named(tmp_path):
-    folder = write_acl_imdb(tmp_path / 'aclImdb')
-    with pytest.raises(ValueError, match=r'expected reviews in .*unsup'):
-        read_acl_imdb(folder, 'unsup')
-    with pytest.raises(ValueError, match="expected the label sentiment or rating, got 'stars'"):
-        read_acl_imdb(folder, label='stars')
-    (folder / 'train' / 'pos' / '3_8.txt').write_bytes(b'caf\xe9')
-    with pytest.raises(ValueError, match=r'3_8\.txt, byte 4: expected UTF-8, got 0xe9'):
-        read_acl_imdb(folder)
-    (folder / 'train' / 'pos' / 'notes.txt').write_text('a')
-    with pytest.raises(ValueError, match=r'NUMBER_RATING\.txt, got .*notes\.txt'):
-        read_acl_imdb(folder)
+        read_jmars(tmp_path)
 
 
 @pytest.mark.skipif('AFT_DATA' not in os.environ, reason='needs AFT_DATA with amazon_multidomain, imdb_test.jsonl.xz')

@@ -68,8 +68,6 @@ def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
     assert read_summaries(path, skip_lines=2, **options)['text'][:] == ['Two.\n']
     with pytest.raises(ValueError, match=r'line 3: expected a text, got a blank one'):
         read_summaries(path, skip_lines=1)
-    with pytest.raises(ValueError, match='skip_lines must be at least 0, got -1'):
-        read_summaries(path, skip_lines=-1)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +81,7 @@ def test_leading_lines_that_are_no_part_of_a_text_are_left_out(tmp_path):
         (
             '{"text": "a", "summary": "b", "part": "x"}\n',
             {'split': 'test', 'split_column': 'part'},
-            r"expected rows with part = 'test' in .*x\.jsonl, got x",
-        ),
-        (
-            ''.join(f'{{"text": "a", "summary": "b", "part": "{i}{"x" * 99}"}}\n' for i in range(9)),
-            {'split': 'test', 'split_column': 'part'},
-            r"expected rows with part = 'test' in .*, got 0x{39}, 1x{39}, 2x{39}, 3x{39}, 4x{39} and others$",
+            r"expected rows with part = 'test' in .*x\.jsonl, got none",
         ),
     ],
 )
@@ -149,8 +142,6 @@ def test_tokens_of_a_summary_end_with_the_end_token_even_where_it_is_cut():
     cut = tokenize_dataset(dataset, tokenizer, max_length=2, max_summary_length=3)
     assert cut['input_ids'][:] == [[a, b], [3]]
     assert cut['labels'][:] == [[a, b, 2], [d, 2]]
-    with pytest.raises(ValueError, match='max_summary_length must be at least 2, got 1'):
-        tokenize_dataset(dataset, tokenizer, max_summary_length=1)
 
 
 def test_a_tokenizer_that_adds_the_end_itself_adds_it_once_and_one_without_is_an_error():
