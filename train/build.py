@@ -44,7 +44,6 @@ from train.checkpoint import BEST, describe_samples
 from train.command_line import print_once
 from train.distill import StoredTeacher, create_task, keep_classes, load_teacher
 from train.distributed import World
-from train.mismatch import naming_model_keys
 from train.model_section import WEIGHT_KEYS, build_on_meta
 from train.objective import Batch, Classification, Objective
 from train.regularize import KernelRegularization
@@ -281,12 +280,10 @@ def _build_with_weights(config: Config, num_classes: int, weights: Weights | Non
         options: Further arguments of `initialize_model`.
     """
     name, kwargs = model_arguments(config, num_classes)
-    source = None if weights is None else weights.source
-    with naming_model_keys(config.model, lambda: build_on_meta(config.model).state_dict(), source):
-        model = build_model(name, **{**kwargs, 'pretrained': weights is None and bool(kwargs.get('pretrained'))})
-        check_image_sizes(model, config)
-        if weights is not None:
-            initialize_model(model, weights, **options)
+    model = build_model(name, **{**kwargs, 'pretrained': weights is None and bool(kwargs.get('pretrained'))})
+    check_image_sizes(model, config)
+    if weights is not None:
+        initialize_model(model, weights, **options)
     return model
 
 

@@ -34,7 +34,6 @@ from train.config import load_config
 from train.config_layers import command_line_text
 from train.distributed import World, join_world
 from train.key_list import format_keys, list_keys
-from train.mismatch import naming_model_keys
 from train.model_section import decoder_schema
 from train.objective import Batch, Objective
 from train.run import check_run_dir, find_run_dir, train_run
@@ -189,8 +188,7 @@ def build_sequence_state(
     start = config.run.init_from
     if start is not None:
         content = read_checkpoint(start)
-        with naming_model_keys(config.model, model.state_dict, start):
-            load_matching_state_dict(model, content['state_dict'], start)
+        load_matching_state_dict(model, content['state_dict'], start)
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_sequence_state(model, config, updates_per_epoch, data.objective, world)
     arguments: Any = model.model_args
