@@ -393,7 +393,6 @@ def create_state(
     updates = config.schedule.epochs * updates_per_epoch
     regularize, distill = config.regularize, config.distill
     regularization = KernelRegularization(model, updates, regularize.kernel_entropy, regularize.tau_end)
-    assert (teacher is None) == (distill.teacher is None and distill.stored is None), distill.teacher
     options: dict[str, Any] = {
         name: getattr(distill, name)
         for name in ('kind', 'temperature', 'feature_loss_weight', 'task_loss_weight', 'distill_loss_weight')
