@@ -4,6 +4,7 @@ import argparse
 import ast
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,12 @@ def add_decoding(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     ]
 
 
-def add_skipping(parser: argparse.ArgumentParser) -> None:
-    """Accept --skip-corrupt of earlier commands: every tool leaves out images that cannot be decoded."""
-    parser.add_argument('--skip-corrupt', action='store_true', help=argparse.SUPPRESS)
-
-
 def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> list[str]:
     """Add the options of `tools.data.create_data_loader`; --data may be optional.
 
     Returns:
         The names of those that need images.
     """
-    add_skipping(parser)
     add = parser.add_argument
     default = '' if required else ' (default: no images)'
     add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
@@ -116,18 +111,14 @@ def check_new(args: argparse.Namespace, *paths: Path) -> None:
         raise FileExistsError(f'expected new files, got {", ".join(present)}, which exist; give --overwrite')
 
 
-def parse_count(text: str) -> int:
-    """Parse a non-negative number."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'expected a number from 0 on, got {text!r}')
+def parse_count(text: str, least: int = 0) -> int:
+    """Parse a number from `least` on."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f'expected a number from {least} on, got {text!r}')
     return int(text)
 
 
-def parse_positive(text: str) -> int:
-    """Parse a number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'expected a number from 1 on, got {text!r}')
-    return int(text)
+parse_positive = partial(parse_count, least=1)
 
 
 def parse_share(text: str) -> float:

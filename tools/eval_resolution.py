@@ -27,9 +27,6 @@ as ImageNet-A, ImageNet-R (200 classes) and ImageNet-V2 (folders 0 to 999) do: t
 themselves. --real-labels takes the labels of ReaL for the validation images of ImageNet: the answer must be one of
 those of an image, and images without a label are left out.
 
---per-class adds the top-1 accuracy of every class at each size, and writes its number of images and top-5 to the JSON
-file.
-
 Prints top-1 with its standard error, top-5 of more than five classes, images/s of the forward pass and peak memory (of
 the device, or of the process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
 Several checkpoints make eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training
@@ -78,7 +75,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--flip', action='store_true', help='average each prediction with the one for the mirror image')
     add('--pad', action='store_true', help='pad images at the right and at the bottom to whole patches')
     add('--real-labels', type=Path, metavar='FILE', help="labels of ReaL (real.json) for ImageNet's validation images")
-    add('--per-class', action='store_true', help='also print the accuracy of every class')
     add_device(parser)
     add('--out', type=Path, help='folder of the results (default: next to the first checkpoint)')
     add_overwrite(parser)
@@ -93,8 +89,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error('--native needs --max-tokens, numbers of patches of at least 1, and --max-tokens needs --native')
     if args.native and (args.flip or args.pad):
         parser.error('--native takes neither --flip nor --pad')
-    if args.real_labels and args.per_class:
-        parser.error('--real-labels takes no --per-class, as an image has several classes')
     return args
 
 
@@ -109,7 +103,7 @@ from torch import nn
 
 from aft_vision.data import NativeShape
 from aft_vision.devices import peak_memory_mb, reset_peak_memory, use_device
-from aft_vision.evaluate import ClassEvaluator, evaluate_all, find_classes
+from aft_vision.evaluate import evaluate_all, find_classes
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import (
@@ -227,23 +221,7 @@ def evaluate_checkpoint(
             + (f'  {row["top5"]:>7.2f}' if has_top5 else '')
             + f'  {row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>8.0f}'
         )
-    if args.per_class:
-        print_classes(rows)
     return table
-
-
-def print_classes(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a line per class with its top-1 accuracy in each row of the table of sizes."""
-    titles = [size_label(row) for row in rows]
-    width = max(len('class'), *(len(name) for name in rows[0]['classes']))
-    print(f'\n{"class":{width}}  {"images":>6}  ' + '  '.join(f'{title:>8}' for title in titles))
-    for name, first in rows[0]['classes'].items():
-        accuracies = (row['classes'][name]['top1'] for row in rows)
-        cells = (
-            f'{"-" if top1 is None else f"{top1:.2f}":>{max(len(title), 8)}}'
-            for top1, title in zip(accuracies, titles, strict=True)
-        )
-        print(f'{name:{width}}  {first["samples"]:>6}  ' + '  '.join(cells))
 
 
 def evaluate_at(
@@ -264,18 +242,17 @@ def evaluate_at(
         evaluated = averaged if len(view) > 1 or args.flip else averaged.models[0]
         described = dict(zip(('height', 'width'), size, strict=True))
         described |= {'scales': [list(each) for each in view]} if len(view) > 1 else {}
-    loader, class_names, classes = create_data_loader(model, size, args, device)
+    loader, _, classes = create_data_loader(model, size, args, device)
     evaluated = reparameterize_model(evaluated.to(device), inplace=True)
     reset_peak_memory(device)
-    evaluator: Any = ClassEvaluator(device, len(class_names))
+    evaluator = ClassificationEvaluator(device)
     if args.real_labels:
         evaluator = RealEvaluator(device, read_real_labels(args.real_labels, loader))
         classes = find_classes(model, ImageNetInfo().label_names(), 'ImageNet', args.match_classes == 'place')
     (metrics,) = evaluate_all(
         [evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator, classes=classes
     )
-    by_class = {'classes': evaluator.describe(class_names)} if args.per_class else {}
-    return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device), **by_class}
+    return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device)}
 
 
 class RealEvaluator(ClassificationEvaluator):

@@ -242,12 +242,6 @@ def test_a_wrong_name_is_named(tmp_path, monkeypatch, source, model, message):
     assert not Path('out').exists()
 
 
-def test_a_folder_is_not_replaced_by_what_is_made_of_it(tmp_path):
-    source, _ = write('folder', tmp_path)
-    with pytest.raises(ValueError, match=r'another place than that of .*source.folder, which is read'):
-        run(source, source)
-
-
 def test_a_run_stays_the_one_that_is_read(tmp_path):
     source, _ = write('run', tmp_path)
     before = sorted(source.iterdir())
@@ -258,27 +252,10 @@ def test_a_run_stays_the_one_that_is_read(tmp_path):
     assert sorted(source.iterdir()) == before
 
 
-def test_a_size_of_part_of_a_patch_is_named(tmp_path):
-    source, _ = write('folder', tmp_path)
-    with pytest.raises(ValueError, match=r'multiples of the patch size \(8, 8\), got \(36, 32\)'):
-        run(source, tmp_path / 'out', '--size', '36x32')
-    assert not (tmp_path / 'out').exists()
-
-
 def test_a_file_without_a_state_dict_is_named(tmp_path):
     torch.save([torch.ones(2)], tmp_path / 'list.pth')
     with pytest.raises(ValueError, match=r'a file with a state dict, got .* with a list'):
         run(tmp_path / 'list.pth', tmp_path / 'out')
-
-
-@pytest.mark.parametrize('source', ['deit_tiny_patch16_224', 'hf-hub:someone/something'])
-def test_without_a_network_a_name_is_refused(tmp_path, monkeypatch, source):
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError('Name or service not known')
-
-    monkeypatch.setattr(transfer_source.timm, 'create_model', fail)
-    with pytest.raises(ValueError, match=rf'weights of {source} from the network.*Name or service.*--source FILE'):
-        run(source, tmp_path / 'out')
 
 
 def test_a_model_of_one_channel_has_a_mean_of_one(tmp_path):
