@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from train.arguments import parse_args
+from train.command_line import parse_args, run_command
 
 EXAMPLE = 'finetune'
 
@@ -42,7 +42,6 @@ from train.build import (
     resolve_images,
 )
 from train.checkpoint import BEST, Saver, lock_run
-from train.command_line import run_command
 from train.config import load_config
 from train.config_layers import command_line_text
 from train.distributed import World, join_world

@@ -209,7 +209,7 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
     """Train or evaluate, as the command line says.
 
     Args:
-        args: From `train.arguments.parse_args`.
+        args: From `train.command_line.parse_args`.
         schema: Dataclass of the experiment.
         data_type: Class of its data.
 
