@@ -40,7 +40,7 @@ from aft_vision.models.checkpoint import Weights, initialize_model, read_weights
 from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
 from aft_vision.sizes import check_image_size, has_fixed_input_size
-from train.checkpoint import BEST, describe_samples
+from train.checkpoint import describe_samples
 from train.command_line import print_once
 from train.distill import StoredTeacher, create_task, keep_classes, load_teacher
 from train.distributed import World
@@ -336,23 +336,6 @@ def describe_start(config: Config) -> str:
     """Describe the weights that a run starts from; '' for random ones."""
     start = config.run.init_from or (published_weights(config) if config.model.get('pretrained') else '')
     return f'from {start}{", with a new classifier" if config.run.reset_head else ""}' if start else ''
-
-
-def evaluated_checkpoint(config: Config, run_dir: Path, start_first: bool = False) -> str | Path | None:
-    """Return the checkpoint for `--eval`: `best.pth` of the run, otherwise `run.init_from`; None for timm's weights.
-
-    Args:
-        start_first: Prefer `run.init_from`.
-
-    Raises:
-        ValueError: no weights are given.
-    """
-    best = run_dir / BEST
-    if best.exists() and not (start_first and config.run.init_from):
-        return best
-    if not (config.run.init_from or config.model.get('pretrained')):
-        raise ValueError(f'expected weights to evaluate: {best}, run.init_from or model.pretrained=true, got none')
-    return config.run.init_from
 
 
 def create_state(

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import timm
@@ -307,20 +306,6 @@ def test_images_of_a_run_that_are_not_in_files_are_asked_for(tmp_path):
         file.add(make_folder(tmp_path / 'images', {'': ['a', 'b']}, images=3), arcname='.')
     with pytest.raises(ValueError, match=r'--images FOLDER, as the images of the run are not files but in .*all\.tar'):
         find_validation_images({'data': {'dir': str(tmp_path / 'all.tar'), 'val_share': 0.5}})
-
-
-def test_images_of_a_named_data_set_are_asked_for_even_if_they_are_files(tmp_path, monkeypatch):
-    (file,) = make_folder(tmp_path, {'': ['a']}, images=1).rglob('*.png')
-
-    class Files(list):
-        def name_of(self, index):
-            return str(self[index])
-
-    split = SimpleNamespace(dataset=Files([file]))
-    monkeypatch.setattr('tools.report.open_eval_split', lambda source: split)
-    assert find_validation_images({'data': {'dir': str(tmp_path)}}) == [file]
-    with pytest.raises(ValueError, match=r'--images FOLDER, as the images of the run are not files but in hfds/birds'):
-        find_validation_images({'data': {'name': 'hfds/birds'}})
 
 
 @pytest.mark.parametrize('options', [[], ['--bits', '9', '--max-pixels', '70000']])

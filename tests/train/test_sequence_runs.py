@@ -122,22 +122,6 @@ def test_more_context_for_each_character_is_another_measurement(whole, arguments
     )
 
 
-def test_eval_prefers_the_best_weights_of_the_run_to_the_start_in_a_file(whole, arguments, tmp_path, capsys):
-    start = tmp_path / 'start.pth'
-    start.write_bytes((whole['char'] / 'best.pth').read_bytes())
-    index = arguments['char'].index('--config') + 1
-    file = tmp_path / 'file.yaml'
-    file.write_text(f'base: {Path(arguments["char"][index]).resolve()}\nrun: {{init_from: {start}}}\n')
-    at = [*arguments['char'][:index], str(file), *arguments['char'][index + 1 :], '--eval']
-    for more, weights in (
-        ([f'run.dir={whole["char"]}'], whole['char'] / 'best.pth'),
-        ([f'run.dir={whole["char"]}', f'run.init_from={start}'], start),
-        ([f'run.dir={tmp_path / "new"}'], start),
-    ):
-        char.main([*at, *more])
-        assert f'evaluates {weights}\n' in capsys.readouterr().out
-
-
 def test_a_shorter_text_is_said_to_be_divided_in_proportion(whole, arguments, tmp_path, capsys):
     char.main([*arguments['char'], f'run.dir={tmp_path}', 'run.max_seconds=1e-9', 'run.throughput_batches=2'])
     shown = capsys.readouterr().out
