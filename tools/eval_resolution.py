@@ -2,7 +2,7 @@
 
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 224 288 384x256
-python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 192:384:16 --flip --multi-scale 192 224 288
+python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --sizes 192:384:16
 python -m tools.eval_resolution --checkpoint A B C --data DIR --sizes 128:224:32 --out OUT
 python -m tools.eval_resolution --checkpoint FILE_OR_DIR --data DIR --native --max-tokens 196 576
 
@@ -12,11 +12,8 @@ Hugging Face or WebDataset by timm's name. A size is a side in pixels, HEIGHTxWI
 from START to STOP, including STOP; without --sizes it is that of training. A fixed-size model is resized with its
 `set_input_size`.
 
---multi-scale adds a row for the mean of the predictions at these sizes; the images are loaded at the largest size and
-resized to the others. --flip averages every prediction with the prediction for the mirror image. --pad accepts sizes
-that are not multiples of the patch size.
-
---model-arg replaces arguments that the models were trained with, such as resample_bias=True of AFT-axial.
+--model-arg replaces arguments that the models were trained with, such as resample_bias=True of AFT-axial, or
+dynamic_img_pad=True, which accepts sizes that are not multiples of the patch size.
 
 --native adds a row for images at their own shapes, for each N of --max-tokens: whole, at the largest size with at most
 N patches, in batches of timm's NaFlex. The largest square of at most N patches, by the patch size of
@@ -71,24 +68,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--sizes', type=parse_sizes, nargs='+', default=[], help='in pixels (default: as trained)')
     add('--native', action='store_true', help='evaluate images at their own shapes, next to the centre crop')
     add('--max-tokens', type=int, nargs='+', default=[], help='patches per image of --native')
-    add('--multi-scale', type=parse_sizes, nargs='+', default=[], help='two or more sizes to average over')
-    add('--flip', action='store_true', help='average each prediction with the one for the mirror image')
-    add('--pad', action='store_true', help='pad images at the right and at the bottom to whole patches')
     add('--real-labels', type=Path, metavar='FILE', help="labels of ReaL (real.json) for ImageNet's validation images")
     add_device(parser)
     add('--out', type=Path, help='folder of the results (default: next to the first checkpoint)')
     add_overwrite(parser)
     args = parser.parse_args(argv)
     args.sizes = by_area(size for sizes in args.sizes for size in sizes)
-    args.multi_scale = [size for sizes in args.multi_scale for size in sizes]
     if len({path.resolve() for path in args.checkpoint}) < len(args.checkpoint):
         parser.error(f'--checkpoint takes each once, got {" ".join(map(str, args.checkpoint))}')
-    if len(args.multi_scale) == 1:
-        parser.error('--multi-scale takes two or more sizes')
     if args.native != bool(args.max_tokens) or any(tokens < 1 for tokens in args.max_tokens):
         parser.error('--native needs --max-tokens, numbers of patches of at least 1, and --max-tokens needs --native')
-    if args.native and (args.flip or args.pad):
-        parser.error('--native takes neither --flip nor --pad')
     return args
 
 
@@ -107,8 +96,6 @@ from aft_vision.evaluate import evaluate_all, find_classes
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import (
-    AveragedPrediction,
-    check_size,
     distinct_names,
     draw_accuracies,
     draw_sizes,
@@ -116,7 +103,7 @@ from aft_vision.resolution import (
     size_label,
     standard_error,
 )
-from aft_vision.sizes import training_size
+from aft_vision.sizes import check_image_size, check_resizable, resize_model, training_size
 from aft_vision.visualize import save_figure
 from tools.data import create_data_loader
 
@@ -125,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Print one line per checkpoint and image size.
 
     Returns:
-        The rows of the table, in ascending order of area, then native shapes, then averaged sizes; for several
+        The rows of the table, in ascending order of area, then native shapes; for several
         checkpoints one after the other, each row with the name of its checkpoint. The square of a native shape is a
         row of the checkpoints with that patch size.
 
@@ -144,7 +131,6 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     check_new(args, out / f'{name}.json', out / f'{name}.png')
     out.mkdir(parents=True, exist_ok=True)
     settings = {'data': args.name or args.data, 'model_args': args.model_arg, 'device': str(device)}
-    settings |= {'flip': args.flip, 'pad': args.pad}
     tables: list[dict[str, Any]] = []
     titles = distinct_names(args.checkpoint)
     part = out / f'{name}.json.part'
@@ -181,13 +167,9 @@ def sizes_of(model: nn.Module, args: argparse.Namespace) -> list[tuple[int, int]
 
 def check_sizes(model: nn.Module, args: argparse.Namespace) -> None:
     """Raise a ValueError if the model does not support one of the sizes."""
-    for size in (*sizes_of(model, args), *args.multi_scale):
-        # Add the advice only if padding would help.
-        check_size(model, size, pad=True)
-        try:
-            check_size(model, size, args.pad)
-        except ValueError as error:
-            raise ValueError(f'{error}; --pad pads the images') from error
+    for size in sizes_of(model, args):
+        check_resizable(model, size)
+        check_image_size(model, size)
 
 
 def evaluate_checkpoint(
@@ -199,13 +181,12 @@ def evaluate_checkpoint(
         keep: Called with the table after each row.
     """
     model = load_model(checkpoint, **args.model_arg)
-    views: list[NativeShape | Sequence[tuple[int, int]]] = [[size] for size in sizes_of(model, args)]
+    views: list[NativeShape | tuple[int, int]] = [*sizes_of(model, args)]
     views += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
-    views += [args.multi_scale] if args.multi_scale else []
     rows: list[dict[str, Any]] = []
     train_size = list(training_size(model, read_record(checkpoint)))
     table: dict[str, Any] = {'checkpoint': str(checkpoint), 'train_size': train_size, 'sizes': rows}
-    width = max(12, len(size_label({'scales': args.multi_scale or [(0, 0)]})))
+    width = 12
     for view in views:
         row = evaluate_at(model, view, args, device)
         # Of five classes or fewer, all are among the first five.
@@ -215,7 +196,7 @@ def evaluate_checkpoint(
             print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}{heading}  {"images/s":>8}  {"peak MiB":>8}')
         rows.append(row)
         keep(table)
-        title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row and 'scales' not in row else size_label(row)
+        title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row else size_label(row)
         print(
             f'{title:>{width}}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}'
             + (f'  {row["top5"]:>7.2f}' if has_top5 else '')
@@ -225,24 +206,16 @@ def evaluate_checkpoint(
 
 
 def evaluate_at(
-    model: nn.Module,
-    view: NativeShape | Sequence[tuple[int, int]],
-    args: argparse.Namespace,
-    device: torch.device,
+    model: nn.Module, view: NativeShape | tuple[int, int], args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """Evaluate a copy of the model at native shapes or one size (H, W), or its mean prediction over several sizes."""
-    size: NativeShape | tuple[int, int]
-    described: dict[str, Any]
+    """Evaluate a copy of the model at native shapes or one size (H, W)."""
+    # Resizing position parameters twice would resample what has been resampled.
+    evaluated: nn.Module = copy.deepcopy(model)
     if isinstance(view, NativeShape):
-        evaluated, size, described = copy.deepcopy(model), view, {'max_tokens': view.max_tokens}
+        described = {'max_tokens': view.max_tokens}
     else:
-        averaged = AveragedPrediction(model, view, args.flip, args.pad)
-        size = averaged.input_size or view[0]
-        # Without averaging, use its model: the resized copy.
-        evaluated = averaged if len(view) > 1 or args.flip else averaged.models[0]
-        described = dict(zip(('height', 'width'), size, strict=True))
-        described |= {'scales': [list(each) for each in view]} if len(view) > 1 else {}
-    loader, _, classes = create_data_loader(model, size, args, device)
+        evaluated, described = resize_model(evaluated, view), dict(zip(('height', 'width'), view, strict=True))
+    loader, _, classes = create_data_loader(model, view, args, device)
     evaluated = reparameterize_model(evaluated.to(device), inplace=True)
     reset_peak_memory(device)
     evaluator = ClassificationEvaluator(device)

@@ -14,7 +14,6 @@ from timm.data import ImageNetInfo
 from aft_vision.data import NativeShape, Preprocessing, create_eval_loader
 from aft_vision.evaluate import evaluate
 from aft_vision.models.checkpoint import load_model
-from aft_vision.resolution import AveragedPrediction
 from tools import eval_resolution
 from tools.arguments import parse_sizes
 from tools.eval_resolution import main, parse_args
@@ -165,36 +164,17 @@ def run_on(data: Path, checkpoints: Sequence[Path], *arguments: str) -> list[dic
     return main(['--checkpoint', *paths, '--data', str(data), '--workers', '0', '--overwrite', '--sizes', *arguments])
 
 
-def test_multi_scale_and_flip_add_up_as_averaged_prediction_does(tmp_path, capsys):
-    path = make_checkpoint(tmp_path / 'best.pth', 'aft_conv_tiny', num_classes=2, **AFT)
-    data = make_noise(tmp_path)
-    *single, averaged = run_on(data, [path], '32', '48', '--flip', '--multi-scale', '32', '48')
-    assert [(row['height'], 'scales' in row) for row in single] == [(32, False), (48, False)]
-    assert averaged['scales'] == [[32, 32], [48, 48]]
-    model = load_model(path)
-    for row, sizes in ((single[0], [32]), (averaged, [32, 48])):
-        loader, _ = create_eval_loader(str(data), (row['height'], row['width']), 64, num_workers=0)
-        expected = evaluate(AveragedPrediction(model, sizes, flip=True), loader)
-        assert row['top1'] == expected['top1']
-        # Of two classes.
-        assert 'top5' not in row
-        assert row['loss'] == pytest.approx(expected['loss'], rel=1e-6)
-    result = json.loads((tmp_path / 'eval_resolution.json').read_text())
-    assert result['sizes'] == [*single, averaged]
-    assert result['flip'] is True
-    assert '    32+48  ' in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
-    ('name', 'kwargs'), [('aft_conv_tiny', AFT), ('vit_tiny_patch16_224', dict(num_heads=1, img_size=32))]
+    ('name', 'kwargs'),
+    [('aft_conv_tiny', AFT), ('vit_tiny_patch16_224', dict(num_heads=1, img_size=32, dynamic_img_size=True))],
 )
 def test_sizes_that_no_patches_fill_are_padded_if_asked_and_rejected_first_if_not(tmp_path, capsys, name, kwargs):
     path = make_checkpoint(tmp_path / 'best.pth', name, num_classes=2, **kwargs)
     data = make_noise(tmp_path)
-    with pytest.raises(ValueError, match=r'multiples of the patch size \(16, 16\), got \(40, 40\); .*--pad pads'):
+    with pytest.raises(ValueError, match=r'multiples of the patch size \(16, 16\), got \(40, 40\)'):
         run_on(data, [path], '32', '40')
     assert 'top-1' not in capsys.readouterr().out
-    rows = run_on(data, [path], '32', '40', '--pad')
+    rows = run_on(data, [path], '32', '40', '--model-arg', 'dynamic_img_pad=True')
     assert [(row['height'], row['samples']) for row in rows] == [(32, 4), (40, 4)]
 
 
@@ -294,7 +274,7 @@ def test_an_error_leaves_the_rows_that_were_measured_and_the_earlier_table(tmp_p
     earlier = (tmp_path / 'eval_resolution.json').read_text()
 
     def evaluate_at(model, view, *args):
-        if view == [(64, 64)]:
+        if view == (64, 64):
             raise torch.OutOfMemoryError
         return original(model, view, *args)
 

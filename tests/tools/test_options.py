@@ -32,8 +32,6 @@ REJECTED = {
         ('--native', '--native needs --max-tokens'),
         ('--max-tokens 9 --sizes 32', '--max-tokens needs --native'),
         ('--native --max-tokens 0', 'at least 1'),
-        ('--native --max-tokens 9 --flip', 'neither --flip nor --pad'),
-        ('--sizes 32 --multi-scale 32', 'two or more sizes'),
         ('--sizes 32 --checkpoint a b/../a', 'each once, got a b/../a'),
         ('--val-share 0.1 --split validation', 'argument --split: not allowed with argument --val-share'),
         ('--workers -1', "argument --workers: expected a number from 0 on, got '-1'"),
