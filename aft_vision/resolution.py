@@ -12,7 +12,7 @@ from torch import nn
 from aft_vision.data import NativeShape
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import has_fixed_input_size
-from aft_vision.visualize import literal, new_figure
+from aft_vision.visualize import new_figure
 
 
 def naflex_shape(model: nn.Module, max_tokens: int) -> NativeShape:
@@ -45,10 +45,6 @@ def size_label(row: Mapping[str, Any]) -> str:
         return f'native {row["max_tokens"]}'
     height, width = row['height'], row['width']
     return str(height) if height == width else f'{height}x{width}'
-
-
-def _label(size: Sequence[int]) -> str:
-    return size_label(dict(zip(('height', 'width'), size, strict=True)))
 
 
 def standard_error(row: Mapping[str, Any], key: str = 'top1') -> float:
@@ -92,7 +88,7 @@ def draw_sizes(rows: Sequence[Mapping[str, Any]], train_size: Sequence[int] | No
         line = accuracy.errorbar(labels[:single], points[:single], errors[:single], fmt='o-', capsize=3, label=name)[0]
         rest = labels[single:], points[single:], errors[single:]
         accuracy.errorbar(*rest, fmt='D', capsize=3, color=line.get_color())
-    trained = train_size and _label(train_size)
+    trained = train_size and size_label(dict(zip(('height', 'width'), train_size, strict=True)))
     if trained in labels[:single]:
         accuracy.axvline(labels.index(trained), color='0.5', linestyle=':', label='size of training')
     accuracy.set(xlabel='image size (pixels)', ylabel='accuracy and standard error (%)')
@@ -106,52 +102,3 @@ def draw_sizes(rows: Sequence[Mapping[str, Any]], train_size: Sequence[int] | No
         for axes in (accuracy, speed, memory):
             axes.tick_params(axis='x', labelrotation=90)
     return figure
-
-
-def draw_accuracies(tables: Sequence[Mapping[str, Any]]) -> Any:
-    """Draw top-1 of several models at several sizes as a heat map with the numbers in its cells.
-
-    A size that a model was not evaluated at is an empty cell. The cell of each model's training size is outlined.
-
-    Args:
-        tables: One per model: its `name`, its `train_size` (H, W) in pixels and its `sizes`, rows with `top1` and the
-            keys of `size_label`.
-
-    Returns:
-        A matplotlib Figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    rows = sorted((row for table in tables for row in table['sizes']), key=_sort_key)
-    columns = list(dict.fromkeys(map(size_label, rows)))
-    trained = [_label(table['train_size']) for table in tables]
-    names = [f'{table["name"]}, {size}' for table, size in zip(tables, trained, strict=True)]
-    accuracies = [{size_label(row): row['top1'] for row in table['sizes']} for table in tables]
-    values = [[of_model.get(column, math.nan) for column in columns] for of_model in accuracies]
-    figure = new_figure(2.5 + 0.09 * max(map(len, names)) + 0.7 * len(columns), 1.6 + 0.5 * len(tables))
-    axes = figure.subplots()
-    image = axes.imshow(values, cmap='viridis', aspect='auto')
-    for row, numbers in enumerate(values):
-        for column, number in enumerate(numbers):
-            if math.isnan(number):
-                continue
-            # The upper colours of viridis are light.
-            color = 'black' if image.norm(number) > 0.6 else 'white'
-            axes.text(column, row, f'{number:.1f}', ha='center', va='center', color=color)
-    for row, size in enumerate(trained):
-        if size in columns:
-            x, y = columns.index(size), row
-            outline = [(x - 0.47, y - 0.45), (x + 0.47, y - 0.45), (x + 0.47, y + 0.45), (x - 0.47, y + 0.45)]
-            axes.plot(*zip(*outline, outline[0], strict=True), color='red', linewidth=2)
-    axes.set_xticks(range(len(columns)), [column.replace(' ', '\n') for column in columns])
-    axes.set_yticks(range(len(names)), map(literal, names))
-    axes.set(xlabel='test size (pixels)', ylabel='model, training size')
-    figure.colorbar(image, ax=axes, label='top-1 (%)')
-    return figure
-
-
-def _sort_key(row: Mapping[str, Any]) -> tuple[bool, int, int]:
-    # Squares and rectangles by area, then native shapes by their patches.
-    height, width = row.get('height', 0), row.get('width', 0)
-    return 'max_tokens' in row, row.get('max_tokens', height * width), height

@@ -1,15 +1,12 @@
 from pathlib import Path
 
 import pytest
-from matplotlib.axes import Axes
 
 from aft_vision.resolution import (
     distinct_names,
-    draw_accuracies,
     draw_sizes,
     size_label,
 )
-from aft_vision.visualize import save_figure
 
 
 def row(side: int) -> dict[str, int]:
@@ -41,24 +38,6 @@ def test_accuracy_has_standard_errors_and_the_size_of_training_is_marked():
         ] * count
     line = next(line for line in accuracy.lines if line.get_label() == 'size of training')
     assert list(line.get_xdata()) == [1, 1]
-
-
-def test_a_grid_is_drawn_with_a_number_in_each_cell(tmp_path, monkeypatch):
-    texts = []
-    original = Axes.text
-
-    def text(axes: Axes, x: float, y: float, content: str, **kwargs: object) -> object:
-        texts.append((x, y, content))
-        return original(axes, x, y, content, **kwargs)
-
-    monkeypatch.setattr(Axes, 'text', text)
-    tables = [
-        {'name': name, 'train_size': [size, size], 'sizes': [{**row(32), 'top1': low}, {**row(64), 'top1': high}]}
-        for name, size, low, high in (('a', 32, 10.0, 20.25), ('b', 224, 30.0, 99.96))
-    ]
-    save_figure(draw_accuracies(tables), tmp_path / 'grid.png')
-    assert texts == [(0, 0, '10.0'), (1, 0, '20.2'), (0, 1, '30.0'), (1, 1, '100.0')]
-    assert (tmp_path / 'grid.png').stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

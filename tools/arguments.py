@@ -48,44 +48,29 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--device', default='auto', help='default: CUDA if available')
 
 
-def add_decoding(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Add the options of reading images, and return them."""
-    return [
-        parser.add_argument('--max-pixels', type=parse_positive, help='data.max_image_pixels (default: 268435456)'),
-        parser.add_argument('--bits', type=int, choices=range(8, 17), metavar='8..16', help='data.bits (default: 16)'),
-    ]
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    """Add the options of reading images."""
+    parser.add_argument('--max-pixels', type=parse_positive, help='data.max_image_pixels (default: 268435456)')
+    parser.add_argument('--bits', type=int, choices=range(8, 17), metavar='8..16', help='data.bits (default: 16)')
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> list[str]:
-    """Add the options of `tools.data.create_data_loader`; --data may be optional.
-
-    Returns:
-        The names of those that need images.
-    """
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tools.data.create_data_loader`."""
     add = parser.add_argument
-    default = '' if required else ' (default: no images)'
-    add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
+    add('--data', required=True, help='a folder or tar file, or the root of the data set of --name')
     add('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
     split = parser.add_mutually_exclusive_group().add_argument
-    split_help = 'the split (default: val, validation or test, the first that exists)'
+    split('--split', help='the split (default: val, validation or test, the first that exists)')
     share_help = 'the share of the training images that data.val_share held out in training'
-    options = [
-        split('--split', help=split_help),
-        split('--val-share', type=parse_share, help=share_help),
-        add('--val-seed', type=parse_count, default=0, help='data.val_seed of that training (default: 0)'),
-        add('--num-classes', type=parse_positive, help='number of classes, for a data set without this information'),
-        add(
-            '--match-classes',
-            choices=('name', 'place'),
-            default='name',
-            help='how classes are those of the model: by name, of which some are enough, or by order (default: name)',
-        ),
-        add('--batch-size', type=int, default=64, help='images per batch (default: 64)'),
-        add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)'),
-        add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)'),
-        *add_decoding(parser),
-    ]
-    return [option.dest for option in options]
+    split('--val-share', type=parse_share, help=share_help)
+    add('--val-seed', type=parse_count, default=0, help='data.val_seed of that training (default: 0)')
+    add('--num-classes', type=parse_positive, help='number of classes, for a data set without this information')
+    match_help = 'how classes are those of the model: by name, of which some are enough, or by order (default: name)'
+    add('--match-classes', choices=('name', 'place'), default='name', help=match_help)
+    add('--batch-size', type=int, default=64, help='images per batch (default: 64)')
+    add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)')
+    add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)')
+    add_decoding(parser)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -26,9 +26,8 @@ those of an image, and images without a label are left out.
 
 Prints top-1 with its standard error, top-5 of more than five classes, images/s of the forward pass and peak memory (of
 the device, or of the process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
-Several checkpoints make eval_resolution_grid.json and .png, a heat map of top-1: a row per checkpoint with its training
-size, a column per test size. Earlier results are replaced with --overwrite only. Images that cannot be decoded are
-named, counted and left out.
+Several checkpoints make eval_resolution_grid.json, with a table for each. Earlier results are replaced with --overwrite
+only. Images that cannot be decoded are named, counted and left out.
 """
 
 import argparse
@@ -97,7 +96,6 @@ from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import (
     distinct_names,
-    draw_accuracies,
     draw_sizes,
     naflex_shape,
     size_label,
@@ -128,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     out = args.out or (first if first.is_dir() else first.parent)
     several = len(args.checkpoint) > 1
     name = 'eval_resolution_grid' if several else 'eval_resolution'
-    check_new(args, out / f'{name}.json', out / f'{name}.png')
+    check_new(args, out / f'{name}.json', *([] if several else [out / f'{name}.png']))
     out.mkdir(parents=True, exist_ok=True)
     settings = {'data': args.name or args.data, 'model_args': args.model_arg, 'device': str(device)}
     tables: list[dict[str, Any]] = []
@@ -151,9 +149,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         result = {**settings, **{key: value for key, value in tables[0].items() if key != 'name'}}
     write_json(out / f'{name}.json', result)
     part.unlink(missing_ok=True)
-    figure = draw_accuracies(result['checkpoints']) if several else draw_sizes(rows, result['train_size'])
-    save_figure(figure, out / f'{name}.png')
-    print(f'{name}.json and {name}.png are in {out}')
+    if not several:
+        save_figure(draw_sizes(rows, result['train_size']), out / f'{name}.png')
+    print(f'{name}.json is in {out}')
     return rows
 
 

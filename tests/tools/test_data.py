@@ -9,9 +9,9 @@ from tools.arguments import add_data_arguments
 from tools.data import create_data_loader
 
 
-def parse(*arguments: str, required: bool = True) -> argparse.Namespace:
+def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_data_arguments(parser, required)
+    add_data_arguments(parser)
     return parser.parse_args(arguments)
 
 

@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='module')
 def exported(checkpoint: Path) -> Path:
     out = checkpoint.parent / 'onehot'
-    main(['--checkpoint', str(checkpoint), '--out', str(out), '--data', str(CLOTHING), '--workers', '0'])
+    main(['--checkpoint', str(checkpoint), '--out', str(out)])
     return out
 
 
@@ -55,10 +55,6 @@ def test_the_results_are_written(exported):
     assert result['parameters']['gumbel'] - result['parameters']['onehot'] == 2 * (4 * 25 + 4)
     assert f'{result["parameters"]["onehot"]:,}' in (exported / 'README.md').read_text()
     assert [row['layer'] for row in result['offsets']] == [1, 2]
-    before, after = result['accuracy']['gumbel'], result['accuracy']['onehot']
-    assert before['samples'] == after['samples'] == 200
-    assert before['top1'] == after['top1']
-    assert before['loss'] == pytest.approx(after['loss'], rel=1e-5)
 
 
 def test_the_printed_table_has_a_row_for_each_layer(checkpoint, tmp_path, capsys):

@@ -10,7 +10,6 @@ NEEDED = {
     'benchmark.__main__': '',
     'eval_resolution': '--checkpoint . --data a',
     'export': '--checkpoint best.pth --out out',
-    'harden_gumbel': '--checkpoint . --out out',
     'predict': 'any.jpg --model aft_conv_nano',
     'rank_news': '--model m --news n --history N1',
     'report': '--checkpoint best.pth',
@@ -45,9 +44,6 @@ REJECTED = {
         ('--format onnx --data .', '--data belongs to --int8'),
         ('--format hf --lowering conv', '--lowering belongs to --format onnx or pt2, got hf'),
         ('--format onnx --model-arg depth=2', '--model-arg and --pretrained belong to --model'),
-    ],
-    'harden_gumbel': [
-        ('--split val', '--split belongs to the images of --data or --name'),
     ],
     'predict': [
         ('--out found.txt', 'expected a .csv or .json file, got --out found.txt'),
