@@ -104,9 +104,3 @@ def test_a_table_has_the_columns_of_its_rows_and_why_a_row_has_no_figures():
     assert first.split() == ['SDPA', '-', '1.00', '1.00', '-', '1.00', '3.0']
     assert second.split() == ['AFT', 'compiled', '-', '-', '-']
     assert failed.endswith('RuntimeError: no kernel')
-
-
-@pytest.mark.parametrize('section', ['ops', 'models'])
-def test_a_graph_needs_a_gpu(section: str):
-    with pytest.raises(ValueError, match='--graph needs a CUDA device, got cpu'):
-        main([section, '--graph', '--allow-load'])
