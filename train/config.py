@@ -86,7 +86,7 @@ def build_config(layers: Sequence[Layer], schema: type[Any], optimizers: Iterabl
     merged = merge_checked(files, given)
     try:
         changes = adjust_to_command_line(merged, files, {key for layer in given for key in keys_of(layer)})
-        built = OmegaConf.to_object(OmegaConf.merge(merged, OmegaConf.from_dotlist(changes)))
+        built: Any = OmegaConf.to_object(OmegaConf.merge(merged, OmegaConf.from_dotlist(changes)))
     except OmegaConfBaseException as error:
         key = getattr(error, 'full_key', None)
         raise ValueError(f'{f"{key}: " if key else ""}{first_line(error)}') from error
