@@ -408,6 +408,9 @@ def assemble_state(
         ValueError: `optim.args` do not fit the optimizer, or the model does not support gradient checkpointing.
     """
     device, run, model = world.device, config.run, unwrap_model(task.get_eval_model())
+    if run.channels_last:
+        # Convolutions answer in the layout of their weights.
+        model.to(memory_format=torch.channels_last)
     if run.grad_checkpointing:
         _set_grad_checkpointing(model)
     optimizer = _create_optimizer(task, config)

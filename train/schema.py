@@ -284,6 +284,8 @@ class RunConfig:
             one per core, or per core of the limit of a container; evaluation leaves out the cores of other processes.
         amp: Autocast to bfloat16, or to float16 with a scaled loss, or none; `auto` is bfloat16 where the device
             multiplies it, else none.
+        channels_last: Keep the channels of a pixel next to each other in memory, as timm's `--channels-last`: models of
+            convolutions are often faster so. AFT-pyramids do it on a CPU without being asked.
         grad_checkpointing: Recompute the activations of each block in the backward pass, to save memory.
         compile: Compile the model with torch.compile for training, once for each of `data.train_sizes`, of which there
             are at most 8; evaluation stays eager.
@@ -309,6 +311,7 @@ class RunConfig:
     device: str = 'auto'
     cpu_threads: int | None = within('[1, 4096]', None, 'threads')
     amp: Literal['none', 'auto', 'bfloat16', 'float16'] = 'none'
+    channels_last: bool = False
     grad_checkpointing: bool = False
     compile: bool = False
     timeout_minutes: float = within('(0, 100000]', 10.0, 'minutes')

@@ -687,3 +687,16 @@ def test_activations_that_are_computed_again_give_the_same_losses():
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r'grad_checkpointing to be false for a Sequential, got true'):
         make_state(run=RunConfig(grad_checkpointing=True))
+
+
+def test_channels_next_to_each_other_change_the_layout_and_not_the_losses():
+    batches, losses, layouts = make_batches(2, side=32), [], []
+    for near in (False, True):
+        torch.manual_seed(0)
+        model = timm.create_model('test_resnet', num_classes=3)
+        model.layer2.register_forward_hook(
+            lambda module, inputs, output: layouts.append(output.is_contiguous(memory_format=torch.channels_last))
+        )
+        losses.append(train(make_state(model, run=RunConfig(channels_last=near, tensorboard=False)), batches))
+    assert layouts == [False, False, True, True]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
