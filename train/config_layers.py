@@ -133,7 +133,7 @@ def merge_checked(config: Any, layers: Iterable[Mapping[str, Any]], prefix: str 
                     config = OmegaConf.merge(config, {key: {inner: leaf} if inner else leaf})
                 except MERGE_ERRORS as error:
                     name = f'{prefix}{key}.{inner}'.removesuffix('.')
-                    shown = as_yaml(leaf).replace('"', '') if isinstance(leaf, list) else repr(leaf)
+                    shown = as_yaml(leaf) if isinstance(leaf, list) else repr(leaf)
                     raise ValueError(f'{name} = {shown}: {_reason(error, leaf)}') from error
         raise
 
@@ -229,4 +229,6 @@ def _hints(schema: type) -> dict[str, Any]:
 
 def as_yaml(value: Any) -> str:
     """Format a value for a command line."""
-    return value if isinstance(value, str) and value else json.dumps(value, default=list)
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, default=list, ensure_ascii=False).replace('"', '') or "''"

@@ -327,9 +327,7 @@ def test_evaluation_is_that_of_timms_script_image_for_image(tmp_path, capsys):
 
 def test_the_best_weights_of_a_run_are_evaluated(few, tmp_path, capsys):
     arguments = [*ONE_EPOCH, *few, f'run.dir={tmp_path}']
-    with pytest.raises(
-        ValueError, match=r'weights to evaluate: .*best\.pth, or those of run\.init_from, got none'
-    ):
+    with pytest.raises(ValueError, match=r'weights to evaluate: .*best\.pth, or those of run\.init_from, got none'):
         main([*arguments, '--eval'])
     state = main(arguments)
     capsys.readouterr()
