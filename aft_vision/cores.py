@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-# Files of the limit that a container sets to the time of its processes, and of the period in which it counts: of
-# version 2 of cgroups in one file, and of version 1.
-QUOTAS = (('cpu.max',), ('cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us'))
-CGROUP = Path('/sys/fs/cgroup')
+# The limit that a container sets to the time of its processes, and the period in which it counts (cgroups 2).
+QUOTA = Path('/sys/fs/cgroup/cpu.max')
 SAMPLE_SECONDS = 0.25
 
 
@@ -83,11 +81,10 @@ def _used_by_others() -> float:
 def count_cores() -> int:
     """Return the number of cores whose time this process may use, of its affinity and the limit of its container."""
     cores = len(_cores()) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    for names in QUOTAS:
-        # Without a limit the first number is 'max' or -1.
-        with contextlib.suppress(OSError, ValueError):
-            quota, period = (int(x) for name in names for x in (CGROUP / name).read_text().split())
-            return min(cores, math.ceil(quota / period)) if quota > 0 else cores
+    # Without a limit the first number is 'max'.
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = map(int, QUOTA.read_text().split())
+        cores = min(cores, math.ceil(quota / period))
     return cores
 
 

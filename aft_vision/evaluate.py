@@ -14,9 +14,6 @@ from tqdm import tqdm
 from aft_vision.data.class_names import list_names, match_classes
 from aft_vision.data.native import Inputs, move
 from aft_vision.devices import synchronize
-
-# Its place before models/checkpoint.py, which users import from.
-from aft_vision.models.checkpoint import load_model as load_model
 from aft_vision.modes import in_evaluation
 
 BY_PLACE = 'data.match_classes=place, or --match-classes place of a tool, compares them by their order'

@@ -8,9 +8,7 @@ import copy
 from itertools import chain
 from typing import Any
 
-import timm
 import torch
-from timm.models import get_model_args
 from torch import Tensor, nn
 
 from aft_vision import ops
@@ -116,37 +114,20 @@ def threshold_that_keeps(model: nn.Module, share: float) -> float:
     return effects.sort(descending=True).values[max(round(share * len(effects)), 1) - 1].item()
 
 
-def smallest_window(kernel: Tensor) -> int:
-    """Return the side of the smallest centred odd window with all nonzero entries of a kernel (h, s, s)."""
-    size = kernel.shape[-1]
-    y, x = (kernel != 0).any(0).nonzero(as_tuple=True)
-    if not len(y):
-        return 1
-    return 2 * int(torch.maximum((y - size // 2).abs(), (x - size // 2).abs()).max()) + 1
-
-
-def crop_kernel(kernel: Tensor, window: int) -> Tensor:
-    """Return the centre (h, window, window) of a kernel (h, s, s); both sides are odd."""
-    edge = (kernel.shape[-1] - window) // 2
-    return kernel[:, edge : edge + window, edge : edge + window]
-
-
 def sparsity_metrics(model: nn.Module) -> dict[str, Any]:
     """Return the sparsity of pruned kernels and the resulting cost of AFT Eq. 6.
 
     Returns:
         `sparsity`, the share of entries that are 0; `offsets_mean`, `offsets_min` and `offsets_max`, the number of
-        offsets that a head keeps, and `offsets_by_layer`, the mean of each layer; `windows`, the side of the smallest
-        centred window of each layer that holds its offsets, and `window`, the largest of them; and the multiply-adds
-        of the convolutions of exp(K) V and exp(K), per token in all layers, borders ignored: with whole kernels
-        (`madds_dense`), cropped to `windows` (`madds_window`), and with only the kept offsets (`madds_sparse`).
+        offsets that a head keeps, and `offsets_by_layer`, the mean of each layer; and the multiply-adds of the
+        convolutions of exp(K) V and exp(K), per token in all layers, borders ignored: with whole kernels
+        (`madds_dense`) and with only the kept offsets (`madds_sparse`).
 
     Raises:
         ValueError: as `evaluated_kernels`.
     """
     kernels = evaluated_kernels(model)
     kept = torch.stack([(kernel != 0).flatten(1).sum(1) for kernel in kernels])
-    windows = [smallest_window(kernel) for kernel in kernels]
     heads, size = kernels[0].shape[:2]
     # One tap of a head multiplies all its channels of exp(K) V and its one channel of exp(K).
     width = conv_mixers(model)[0].split_sizes[-1] + heads
@@ -156,45 +137,9 @@ def sparsity_metrics(model: nn.Module) -> dict[str, Any]:
         'offsets_min': kept.min().item(),
         'offsets_max': kept.max().item(),
         'offsets_by_layer': kept.double().mean(1).tolist(),
-        'windows': windows,
-        'window': max(windows),
         'madds_dense': len(kernels) * width * size**2,
-        'madds_window': sum(width * window**2 for window in windows),
         'madds_sparse': kept.sum().item() * width // heads,
     }
-
-
-def crop(model: nn.Module) -> nn.Module:
-    """Build an equivalent timm model with the smallest window that holds all offsets of all layers.
-
-    Args:
-        model: Made by `timm.create_model`, or by `prune` from such a model.
-
-    Returns:
-        A model in eval mode with `kernel_size` of that window and `standardize_kernel=False`. It shares no parameters
-        with the given model, and its logits are the same up to rounding.
-
-    Raises:
-        ValueError: the model was not made by timm, or as `evaluated_kernels`.
-    """
-    kernels = evaluated_kernels(model)
-    cfg: Any = getattr(model, 'pretrained_cfg', None)
-    if not cfg or not hasattr(model, '_model_args'):
-        raise ValueError(
-            f'expected a model that timm.create_model made, got a {type(model).__name__} of another origin'
-        )
-    window = max(smallest_window(kernel) for kernel in kernels)
-    arguments = {**_raw_arguments(get_model_args(model)), 'kernel_size': window}
-    parameter = next(model.parameters())
-    cropped = timm.create_model(cfg['architecture'], **arguments).to(parameter.device, parameter.dtype)
-    mixers = conv_mixers(model)
-    names = [name for name, module in model.named_modules() if module in mixers]
-    standardized = {f'{name}.kernel.{key}' for name in names for key in ('gamma', 'beta')}
-    state = {key: x for key, x in model.state_dict().items() if key not in standardized}
-    state |= {f'{name}.kernel.weight': crop_kernel(w, window) for name, w in zip(names, kernels, strict=True)}
-    cropped.load_state_dict(state)
-    cropped.pretrained_cfg = copy.deepcopy(cfg)
-    return cropped.eval()
 
 
 def _raw_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -12,49 +12,17 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from helpers import load_script
-from kernel_checks import KERNELS, Types, draw_inputs, find_operation, run_each, run_form
+from kernel_checks import KERNELS, draw_inputs, find_operation, run_each, run_form
 
 from aft_vision.errors import first_line
 from aft_vision.ops.declaration import Shape
 
 # KiB of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide).
 SHARED_MEMORY = {'8.0': 163, '8.6': 99, '8.9': 99, '9.0': 227, '10.0': 227, '12.0': 99}
-
-
-class Compiled(NamedTuple):
-    """The compiled kernels of an operation.
-
-    Attributes:
-        kernels: names of the kernels.
-        binaries: how many there are of all sizes of tiles and shapes.
-        too_large: how many of them need more shared memory than there is; a tuner leaves those sizes out.
-        failure: why the kernels would not run, in one line, or None.
-    """
-
-    kernels: set[str]
-    binaries: int
-    too_large: int
-    failure: str | None
-
-
-def compile_kernels(name: str, types: Types, capability: str, *shapes: Shape, choices: int | None = None) -> Compiled:
-    """Compile the forward and the backward of an operation, with so many sizes of tiles, or with all of them."""
-    failure = None
-    operation, kernels = find_operation(name)
-    with targeting(capability) as (compiled, refused):
-        try:
-            for shape in shapes:
-                inputs = draw_inputs(operation, shape, types, 'cpu')
-                for _ in run_each(partial(run_form, kernels, inputs), choices):
-                    pass
-        # Each part of the compiler fails in its own way.
-        except Exception as error:
-            failure = first_line(error)
-    return Compiled({kernel.name for kernel in compiled.values()}, len(compiled), len(refused), failure)
 
 
 @contextmanager
@@ -104,12 +72,21 @@ def main() -> None:
     failed = False
     for capability in args.capabilities:
         for name, types in (x.values for x in table.every_type() if x.values[0] in args.operators):
-            shapes = [Shape(*x) for x in table.SHAPES[name]]
-            found = compile_kernels(name, types, capability, *shapes, choices=args.choices)
-            failed |= found.failure is not None
+            operation, form = find_operation(name)
+            failure = ''
+            with targeting(capability) as (compiled, refused):
+                try:
+                    for shape in table.SHAPES[name]:
+                        inputs = draw_inputs(operation, Shape(*shape), types, 'cpu')
+                        for _ in run_each(partial(run_form, form, inputs), args.choices):
+                            pass
+                # Each part of the compiler fails in its own way.
+                except Exception as error:
+                    failed, failure = True, first_line(error)
+            kernels = {kernel.name for kernel in compiled.values()}
             print(
-                f'{name:14} {types} {capability:>5} {found.binaries} binaries of {len(found.kernels)} kernels, '
-                f'{found.too_large} too large  {found.failure or ""}'.rstrip(),
+                f'{name:14} {types} {capability:>5} {len(compiled)} binaries of {len(kernels)} kernels, '
+                f'{len(refused)} too large  {failure}'.rstrip(),
                 flush=True,
             )
     raise SystemExit(failed)

@@ -35,11 +35,10 @@ TRITON_MODULES = tuple(
     f'aft_vision.ops.{name}'
     for name in (
         *('full.triton', 'full.kernels', 'simple.triton', 'simple.kernels'),
-        *('conv.triton', 'conv.kernels', 'conv.repair_kernels', 'conv.onehot_triton', 'conv.onehot_kernels'),
-        'conv.direct_kernels',
+        *('conv.triton', 'conv.kernels', 'conv.repair_kernels', 'conv.direct_kernels'),
         'conv.whole_kernels',
         'conv.line_kernels',
-        *('axial.triton', 'axial.kernels'),
+        'axial.triton',
         *('causal.local_triton', 'causal.local_kernels', 'causal.local_repair_kernels'),
         *('causal.local_backward_kernels', 'causal.simple_triton', 'causal.simple_kernels'),
         *('common.kernels', 'common.trial_kernel', 'common.tuner'),
@@ -67,7 +66,7 @@ RULES = {  # the longest matching prefix decides
     ),
     'aft_vision.files': Rule(()),
     'aft_vision.export': Rule(
-        (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('export', 'files', 'sizes', 'timing')))
+        (*ABOVE_MODELS.anywhere, *(f'aft_vision.{name}' for name in ('errors', 'export', 'files', 'sizes', 'timing')))
     ),
     # Written into exported folders, where transformers is and timm may not be.
     'aft_vision.export.modeling_aft_vision': Rule(('transformers',)),
@@ -218,26 +217,10 @@ def test_every_part_of_the_tree_has_a_rule_of_its_own():
 @pytest.mark.parametrize(
     ('file', 'source'),
     [
-        ('aft_vision/ops/aft.py', 'import timm'),
-        ('aft_vision/ops/aft.py', 'import triton'),
-        ('aft_vision/ops/aft.py', 'from . import reference'),
-        ('aft_vision/ops/operator.py', 'from aft_vision.ops.full.triton import full_forward'),
         ('aft_vision/ops/__init__.py', 'from ..models import aft_vit'),
-        ('aft_vision/layers/block.py', 'from timm.models import register_model'),
         ('aft_vision/layers/block.py', 'def f():\n    from aft_vision.models import aft_vit'),
-        ('aft_vision/models/aft_vit.py', 'from aft_vision.data import photos'),
-        ('aft_vision/data/photos.py', 'def f():\n    import ffcv'),
         ('aft_vision/data/photos.py', "import importlib\nimportlib.import_module('ffcv')"),
-        ('aft_vision/evaluate.py', 'import matplotlib.pyplot as plt'),
-        ('aft_vision/visualize.py', 'class A:\n    import matplotlib'),
-        ('aft_vision/visualize.py', 'try:\n    import matplotlib\nexcept ImportError:\n    pass'),
-        ('aft_vision/models/char.py', 'from aft_vision.fastformer import modeling'),
-        ('aft_vision/evaluate.py', 'import pandas'),
-        ('train/engine.py', 'def f():\n    import tools.report'),
-        ('train/engine.py', 'from tests import helpers'),
         ('tools/report.py', 'from train.engine import fit'),
-        ('aft_vision/cores.py', 'from train.command_line import print_once'),
-        ('train/command_line.py', 'from aft_vision import plugins'),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, file, source):
@@ -251,24 +234,6 @@ def test_a_planted_cycle_is_found(tmp_path, back):
     plant(tmp_path, 'aft_vision/ops/b.py', 'import aft_vision.ops.c')
     plant(tmp_path, 'aft_vision/ops/c.py', back)
     assert cycles(tmp_path) == [['aft_vision.ops.a', 'aft_vision.ops.b', 'aft_vision.ops.c']]
-
-
-@pytest.mark.parametrize(
-    ('file', 'source'),
-    [
-        ('aft_vision/ops/aft.py', 'import math\nimport torch\nfrom aft_vision.ops import operator'),
-        ('aft_vision/ops/operator.py', 'def f():\n    import triton\n    from .conv import triton as conv'),
-        ('aft_vision/ops/reference.py', 'import einops'),
-        ('aft_vision/ops/conv/triton.py', 'import triton.language as tl'),
-        ('aft_vision/layers/block.py', 'from timm.layers import Mlp\nfrom aft_vision import ops'),
-        ('aft_vision/visualize.py', 'def f():\n    import matplotlib.pyplot as plt'),
-        ('tools/report.py', 'import matplotlib\nfrom aft_vision import ops'),
-        ('tools/export.py', 'def main():\n    import onnxruntime'),
-    ],
-)
-def test_an_allowed_import_passes(tmp_path, file, source):
-    plant(tmp_path, file, source)
-    assert violations(tmp_path) == []
 
 
 def plant(root: Path, file: str, source: str) -> None:

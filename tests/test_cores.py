@@ -57,7 +57,7 @@ def eight(monkeypatch):
     monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     monkeypatch.setattr(cores, '_cores', lambda: {*range(8)})
     monkeypatch.setattr(cores, '_used_by_others', lambda: 5.4)
-    monkeypatch.setattr(cores, 'CGROUP', cores.Path('missing'))
+    monkeypatch.setattr(cores, 'QUOTA', cores.Path('missing'))
     with threads(8):
         yield
 
@@ -87,22 +87,10 @@ def test_threads_that_the_user_chose_stay(eight, monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ('files', 'count'),
-    [
-        ({}, 8),
-        ({'cpu.max': 'max 100000\n'}, 8),
-        ({'cpu.max': '250000 100000\n'}, 3),
-        ({'cpu.max': '1600000 100000\n'}, 8),
-        ({'cpu/cpu.cfs_quota_us': '-1\n', 'cpu/cpu.cfs_period_us': '100000\n'}, 8),
-        ({'cpu/cpu.cfs_quota_us': '50000\n', 'cpu/cpu.cfs_period_us': '100000\n'}, 1),
-    ],
-)
-def test_a_container_has_the_cores_of_its_limit(eight, monkeypatch, tmp_path, files, count):
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    monkeypatch.setattr(cores, 'CGROUP', tmp_path)
+@pytest.mark.parametrize(('limit', 'count'), [('max 100000', 8), ('250000 100000', 3), ('1600000 100000', 8)])
+def test_a_container_has_the_cores_of_its_limit(eight, monkeypatch, tmp_path, limit, count):
+    (tmp_path / 'cpu.max').write_text(f'{limit}\n')
+    monkeypatch.setattr(cores, 'QUOTA', tmp_path / 'cpu.max')
     assert count_cores() == count
     limit_threads(by_load=False)
     assert torch.get_num_threads() == count

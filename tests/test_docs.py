@@ -68,7 +68,6 @@ SMALLER = {
     'README.md': {"create_model('aft_conv_tiny')": "create_model('aft_conv_tiny', depth=1)"},
     'guide/detectors.md': {
         "create_model('aft_conv_tiny', ": "create_model('aft_conv_tiny', depth=2, ",
-        "create_pyramid('aft_conv_tiny', ": "create_pyramid('aft_conv_tiny', depth=1, ",
         "create_model('aft_pyramid_nano', ": "create_model('aft_pyramid_nano', depths=(1, 1, 1, 1), ",
     },
     'guide/export.md': {

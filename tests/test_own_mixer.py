@@ -292,12 +292,6 @@ def test_a_mixer_of_ones_own_takes_any_size_and_ignores_padding():
     torch.testing.assert_close(model(F.pad(images(32, 24), (0, 24, 0, 8)), attn_mask=mask), model(images(32, 24)))
 
 
-@torch.no_grad()
-def test_a_mixer_of_ones_own_compiles():
-    model = make().eval()
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend='eager')(images()), model(images()))
-
-
 def test_a_mixer_of_ones_own_stands_in_configs_pyramids_and_reports():
     section = {'name': 'aft_simple_nano', 'mixer': 'distance', 'num_heads': 4, 'reach': 3}
     assert check_model(section) == section
@@ -305,11 +299,6 @@ def test_a_mixer_of_ones_own_stands_in_configs_pyramids_and_reports():
     assert 'stages.*.blocks.*.attn.table' in pyramid.no_weight_decay()
     assert pyramid.eval()(images()).shape == (2, 3)
     assert [row['layer'] for row in bias_statistics(make())] == [1, 2]
-
-
-def test_an_argument_that_it_does_not_have_is_an_error_with_those_that_it_has():
-    with pytest.raises(TypeError, match="'distance' has no kernel_size; it takes num_heads, local_conv, reach"):
-        make(kernel_size=3)
 
 
 def test_the_commands_of_the_page_are_those_that_the_commands_take(gated):

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from aft_vision import regularizers
 from aft_vision.ops import reference
 from aft_vision.regularizers import (
-    crop,
-    crop_kernel,
     evaluated_kernels,
     prune,
-    smallest_window,
     sparsity_metrics,
     threshold_that_keeps,
 )
@@ -120,56 +117,10 @@ def test_the_metrics_are_those_of_a_count_by_hand():
         'offsets_min': 0,
         'offsets_max': 2,
         'offsets_by_layer': [0.75, 0.25],
-        'windows': [3, 5],
-        'window': 5,
         # 16 channels of values and 4 of keys.
         'madds_dense': 2 * 20 * 49,
-        'madds_window': 20 * (9 + 25),
         'madds_sparse': 4 * (16 // 4 + 1),
     }
-
-
-@pytest.mark.parametrize(
-    ('place', 'window'), [(None, 1), ((3, 3), 1), ((3, 4), 3), ((2, 2), 3), ((6, 3), 7), ((1, 4), 5)]
-)
-def test_the_smallest_window_holds_every_offset(place: tuple[int, int] | None, window: int):
-    kernel = torch.zeros(2, 7, 7)
-    if place is not None:
-        kernel[(1, *place)] = -2.0
-    assert smallest_window(kernel) == window
-    assert crop_kernel(kernel, window).shape == (2, window, window)
-    assert crop_kernel(kernel, window).sum() == kernel.sum()
-
-
-@pytest.mark.parametrize('gumbel', [False, True])
-def test_a_cropped_model_is_the_same_function_with_fewer_parameters(gumbel: bool):
-    model = make(gumbel=gumbel)
-    with torch.no_grad():
-        # Large entries in the middle alone, but for the mean that Eq. 8 takes away.
-        for block in model.blocks:
-            block.attn.kernel.weight.mul_(0.01)
-            block.attn.kernel.weight[:, 2:5, 1:4] += 3.0
-    pruned = prune(model, 0.5)
-    cropped = crop(pruned)
-    assert cropped.blocks[0].attn.kernel.weight.shape == (4, 5, 5)
-    assert cropped.blocks[0].attn.kernel.gamma is None
-    # 5 x 5 for 7 x 7 and a gamma and a beta, of two layers of four heads.
-    count = [sum(p.numel() for p in each.parameters()) for each in (model, cropped)]
-    assert count[0] - count[1] == 2 * 4 * (49 + 2 - 25)
-    with torch.no_grad():
-        for size in ((64, 64), (96, 160)):
-            assert_close(cropped(images(*size)), pruned(images(*size)), 1e-5)
-        cropped.head.weight.zero_()
-    assert model.head.weight.any()
-
-
-@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
-@torch.no_grad()
-def test_a_cropped_model_has_the_type_of_the_model(dtype: torch.dtype):
-    pruned = prune(make().to(dtype), 0.3)
-    cropped, x = crop(pruned), images(64, 64).to(dtype)
-    assert {p.dtype for p in cropped.parameters()} == {dtype}
-    assert_close(cropped(x), pruned(x), 1e-12 if dtype == torch.float64 else 2e-2)
 
 
 def vit() -> nn.Module:
@@ -182,7 +133,6 @@ REJECTED = [
     (lambda: prune(make(global_context=False), 0.1), 'global_context=True, where .* got global_context=False'),
     (lambda: prune(make(), -0.1), 'threshold must be at least 0, got -0.1'),
     (lambda: threshold_that_keeps(make(), 0.0), r'must be in \(0, 1\], got 0.0'),
-    (lambda: crop(nn.Sequential(make())), 'that timm.create_model made, got a Sequential of another origin'),
 ]
 
 

@@ -158,15 +158,3 @@ def test_mcnemar_counts_the_images_on_which_one_model_alone_is_right():
     assert build.mcnemar([True] * 9, [False] * 5 + [True] * 4) == pytest.approx(2 / 2**5)
     assert build.mcnemar([True] * 3 + [False] * 3, [False] * 3 + [True] * 3) == 1
     assert build.mcnemar([True, False], [True, False]) == 1
-
-
-def test_a_page_without_markers_is_an_error(tmp_path):
-    (tmp_path / 'page.md').write_text('words')
-    with pytest.raises(ValueError, match='one block from <!-- runs'):
-        build.write_blocks(tmp_path / 'page.md', runs='table')
-
-
-@pytest.mark.parametrize('words', ['runs/a', 'runs/a --commit abc', 'a.json --commit abc --processor That'])
-def test_what_is_kept_has_an_origin_and_a_name(words):
-    with pytest.raises(SystemExit):
-        build.parse_args(words.split())

@@ -42,21 +42,3 @@ def test_rows_that_are_there_are_kept_and_an_environment_is_deleted(computed, tm
     assert len(computed) == len(rows) + 2
     run.main(['opencv', '--out', str(out), '--again'])
     assert len(computed) == 2 * len(rows) + 2
-
-
-def test_a_runtime_that_cannot_be_installed_is_left_out(computed, tmp_path, capsys):
-    run.main(['onnx2tf', 'opencv4', '--out', str(tmp_path / 'runtimes.csv')])
-    assert 'onnx2tf is left out: python3.12' in capsys.readouterr().out
-    assert len(computed) == len(run.ONNX) * len(run.MODELS) * len(run.CASES)
-
-
-@pytest.mark.parametrize(
-    ('said', 'line'),
-    [
-        ('Traceback\nValueError: Node node_Div_12 cannot\n', 'ValueError: Node node_Div cannot'),
-        ('cv2.error: (-2) error: in handleNode\n> Node [Shape] parse error\n', 'Node [Shape] parse error'),
-        ('one\ntwo\n', 'exit status 3: two'),
-    ],
-)
-def test_the_line_that_says_what_failed_is_kept(said, line):
-    assert run.first_error(said, 3) == line

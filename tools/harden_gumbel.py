@@ -7,8 +7,8 @@ an exported folder with the same classes and preprocessing, and a model card. Af
 `timm.create_model('local-dir:DIR', pretrained=True)` loads it, and so do tools.eval_resolution (--checkpoint DIR) and
 the trainer (run.init_from=DIR with model.mixer=onehot).
 
-Prints the parameters before and after and the offsets of the heads of each layer, and writes the same to
-DIR/harden_gumbel.json. tools.eval_resolution --checkpoint FILE_OR_DIR DIR measures the accuracy of both.
+Prints the parameters before and after, and writes them to DIR/harden_gumbel.json. tools.eval_resolution --checkpoint
+FILE_OR_DIR DIR measures the accuracy of both.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from aft_vision.devices import use_device
 from aft_vision.export import export_model
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model
-from aft_vision.models.harden import describe_offsets, harden
+from aft_vision.models.harden import harden
 from aft_vision.models.transfer_source import set_license
 
 
@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         'checkpoint': str(args.checkpoint),
         'device': str(device),
         'parameters': {'gumbel': count_parameters(model), 'onehot': count_parameters(onehot)},
-        'offsets': describe_offsets(onehot),
     }
     set_license(onehot, args.license or model.pretrained_cfg.get('license'))
     export_model(onehot, args.out, model.pretrained_cfg.get('label_names') or [], card=True)
@@ -83,13 +82,6 @@ def print_result(result: dict[str, Any]) -> None:
     """Print the content of the JSON file as tables."""
     before, after = result['parameters']['gumbel'], result['parameters']['onehot']
     print(f'parameters: {before:,} before, {after:,} after ({100 * (after / before - 1):.1f} %)')
-    print(f'\n{"":41}  distance in tokens')
-    print('layer  heads  at centre  distinct offsets  mean  largest  mean w')
-    for row in result['offsets']:
-        print(
-            f'{row["layer"]:>5}  {row["heads"]:>5}  {row["at_centre"]:>9}  {row["distinct_offsets"]:>16}  '
-            f'{row["mean_distance"]:>4.1f}  {row["largest_distance"]:>7.1f}  {row["mean_bias"]:>6.3f}'
-        )
 
 
 if __name__ == '__main__':

@@ -12,10 +12,9 @@ sum. --keep-fraction finds the threshold that keeps this share of all entries. A
 evaluated in one pass over the images. A model with one offset per head (gumbel=True) is pruned from these offsets. A
 model without global context (global_context=False) is an error, because there w = 0 is not neutral.
 
-Prints for each threshold the share of pruned entries, top-1, the offsets that a head keeps (mean, min, max), the
-smallest centred window with the offsets of all layers, and the multiply-adds of the kept offsets relative to whole
-kernels. Writes prune_bias.json, which also has offsets, window and entropy of each layer. --save THRESHOLD also writes
-the model pruned at this threshold, cropped to that window, into the folder pruned/, which
+Prints for each threshold the share of pruned entries, top-1, the offsets that a head keeps (mean, min, max), and the
+multiply-adds of the kept offsets relative to whole kernels. Writes prune_bias.json, which also has offsets and entropy
+of each layer. --save THRESHOLD also writes the model pruned at this threshold into the folder pruned/, which
 `timm.create_model('local-dir:DIR/pruned', pretrained=True)` loads.
 """
 
@@ -59,7 +58,6 @@ from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import set_license
 from aft_vision.regularizers import (
     conv_mixers,
-    crop,
     layer_entropies,
     prune,
     sparsity_metrics,
@@ -111,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     write_json(out / 'prune_bias.json', result)
     print(f'prune_bias.json is in {out}')
     if args.save is not None:
-        pruned = crop(prune(model, args.save))
+        pruned = prune(model, args.save)
         set_license(pruned, args.license or model.pretrained_cfg.get('license'))
         names = known_classes(model) or class_names
         export_model(pruned, out / 'pruned', names, trained, card=True)
@@ -148,12 +146,12 @@ def measure_pruned(
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print one line per threshold."""
-    print('threshold  pruned %  top-1 %    offsets a head  window  multiply-adds')
+    print('threshold  pruned %  top-1 %    offsets a head  multiply-adds')
     for row in rows:
         offsets = f'{row["offsets_mean"]:.1f} ({row["offsets_min"]}-{row["offsets_max"]})'
         print(
             f'{row["threshold"]:>9.4g}  {100 * row["sparsity"]:>8.2f}  {row["top1"]:>7.2f}  {offsets:>16}  '
-            f'{row["window"]:>6}  {row["madds_sparse"] / row["madds_dense"]:>13.3f}'
+            f'{row["madds_sparse"] / row["madds_dense"]:>13.3f}'
         )
 
 

@@ -39,11 +39,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument('--size', type=parse_size, help="a side in pixels, or HEIGHTxWIDTH (default: the model's own)")
     parser.add_argument('--num-classes', type=parse_count, metavar='N', help='classes (default: those of the source)')
-    parser.add_argument(
-        '--copy-qk',
-        action='store_true',
-        help='also copy queries and keys if the shapes allow it; not in the paper',
-    )
     parser.add_argument('--seed', type=int, default=0, help='seed of tensors that the source lacks (default: 0)')
     add_license(parser)
     parser.add_argument('--out', type=Path, required=True, help='folder to write')
@@ -60,9 +55,10 @@ from torch import nn
 
 from aft_vision.export import export_model
 from aft_vision.files import write_json
+from aft_vision.models.checkpoint import Weights, load_source
 from aft_vision.models.deit_transfer import deit_to_aft
 from aft_vision.models.transfer_report import Row, TransferReport, summarize_transfer
-from aft_vision.models.transfer_source import TransferSource, build_model, did_you_mean, load_source, set_license
+from aft_vision.models.transfer_source import build_model, did_you_mean, set_license
 from aft_vision.sizes import check_image_size, default_size
 
 
@@ -79,22 +75,23 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     check_out(args.out, Path(args.source))
     source = load_source(args.source)
     model = create_target(args, source)
-    state_dict, report = deit_to_aft(source.state_dict, model, copy_qk=args.copy_qk, grid=source.grid)
+    state_dict, report = deit_to_aft(source.state_dict, model, grid=source.grid)
     model.load_state_dict(state_dict)
     rows = summarize_transfer(report, model)
     print_table(rows, report, model)
     input_size = get_model_input_config(model)['input_size']
     num_classes: Any = model.num_classes
-    names = source.class_names or []
+    known = source.pretrained_cfg
+    names = known.get('label_names') or []
     if len(names) != num_classes:
         names = [str(index) for index in range(num_classes)]
     # The mean and deviation of other channels do not fit; the model has its own.
     data_config = {
-        key: value
-        for key, value in (source.data_config or {}).items()
-        if key not in ('mean', 'std') or len(value) in (1, input_size[0])
+        key: known[key]
+        for key in ('mean', 'std', 'interpolation', 'crop_pct')
+        if key in known and (key not in ('mean', 'std') or len(known[key]) in (1, input_size[0]))
     }
-    set_license(model, args.license or source.license)
+    set_license(model, args.license or known.get('license'))
     export_model(model, args.out, names, {**data_config, 'input_size': input_size}, card=True)
     result = report_content(args, rows, report)
     write_json(args.out / 'transfer_report.json', result)
@@ -102,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def create_target(args: argparse.Namespace, source: TransferSource) -> nn.Module:
+def create_target(args: argparse.Namespace, source: Weights) -> nn.Module:
     """Create the target model, by default with the number of classes of the source."""
     names = timm.list_models(module='aft_vit')
     if args.model not in names:

@@ -300,7 +300,7 @@ def finish(run_dir: Path, state: TrainState, data: SequenceData, progress: bool 
         'model': state.record['model'],
     }
     write_json(run_dir / 'result.json', result)
-    save_figure(draw_bits({run_dir.name: run_dir}, data.bits_unit), run_dir / 'curves.png')
+    save_figure(draw_bits(run_dir, data.bits_unit), run_dir / 'curves.png')
     print(f'best {state.progress.best:.4f} {data.measure} ({split}); in {run_dir}:')
     print('  best.pth, last.pth  checkpoints    result.json  the final metrics')
     print('  summary.csv, steps.csv  every epoch, every tenth update    curves.png  the metrics as plots')

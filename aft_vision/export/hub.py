@@ -18,11 +18,11 @@ from timm.models._hub import generate_readme
 from torch import nn
 
 from aft_vision.data.class_names import in_words
+from aft_vision.errors import shorten
 from aft_vision.export.program import choose_shape, export_onnx, export_pt2
 from aft_vision.export.verify import Check, channels, smallest_size
 from aft_vision.files import sync_directory
 from aft_vision.models import AFTPyramid, AFTVisionTransformer
-from aft_vision.models.state_dict import StateDictError, check_state_dict
 from aft_vision.sizes import default_size, has_fixed_input_size, record_size, resize_model, takes_any_size
 
 CITATION = """@article{zhai2021attention,
@@ -345,17 +345,17 @@ def _write_weights(
 
 
 def _check_rebuilt(model: nn.Module) -> None:
-    # A model that was changed after it was built, such as by timm's prune_intermediate_layers, may not be what is built
-    # from its arguments.
+    # A model that was changed after it was built, such as by timm's prune_intermediate_layers, is not the one of its
+    # arguments.
     if isinstance(model, AFTVisionTransformer | AFTPyramid):
         cfg: Any = model.pretrained_cfg
         rebuilt = timm.create_model(cfg['architecture'], device='meta', **get_model_args(model))
         try:
-            check_state_dict(rebuilt, model.state_dict())
-        except StateDictError as error:
+            rebuilt.load_state_dict(model.state_dict(), assign=True)
+        except RuntimeError as error:
             raise ValueError(
-                f'expected a model that timm can rebuild, got one that was changed after it was built: {error}; '
-                'export_onnx and export_pt2 write it as it is'
+                'expected a model that timm can rebuild, got one changed after it was built, which export_onnx and '
+                f'export_pt2 write as it is: {shorten(str(error), 300)}'
             ) from error
 
 

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,15 @@ from aft_vision.data.class_names import class_names
 from aft_vision.export.verify import Check, InputShape, Size, channels, grid_steps, onnx_runner, smallest_size, verify
 from aft_vision.files import replacing
 from aft_vision.layers import TokenMixer, token_mixers
-from aft_vision.layers.frozen import LOWERINGS, FlatLinear
+from aft_vision.layers.frozen import FlatLinear
 from aft_vision.models import AFTVisionTransformer
 from aft_vision.sizes import check_image_size, check_resizable, default_size, resize_model, takes_any_size
 
 INPUT, OUTPUT = 'images', 'logits'
 # Largest allowed difference of an exported file from PyTorch, relative to the largest logit.
 TOLERANCE = 1e-5
-# lowering='matmul' warns above this many bytes of constant matrices.
-LARGE_MATRICES = 2**28
 # Largest weights of one ONNX file in bytes: protocol buffers are limited to 2 GiB.
 MAX_ONNX_BYTES = 2**31 - 2**27
-# Operator sets that torch writes; for others it prints a traceback and writes another one.
-OLDEST_OPSET, NEWEST_OPSET = 18, 25
 
 
 def choose_shape(
@@ -56,22 +51,12 @@ def choose_shape(
     check_image_size(model, size, pads=fixed_size or not any_size)
     if batch is not None and batch < 1:
         raise ValueError(f'expected a batch of at least 1 image, got {batch}')
-    if lowering not in LOWERINGS:
-        raise ValueError(f'lowering must be one of {", ".join(LOWERINGS)}, got {lowering!r}')
-    if lowering == 'matmul' and not any(lowering in mixer.lowerings for mixer in token_mixers(model)):
-        raise ValueError(f"expected an AFT-conv for lowering='matmul', got a {type(model).__name__} without one")
+    if lowering != 'conv' and not any(lowering in mixer.lowerings for mixer in token_mixers(model)):
+        raise ValueError(f'expected an AFT-conv for lowering={lowering!r}, got a {type(model).__name__} without one')
     if lowering == 'matmul' and not fixed_size:
         raise ValueError("lowering='matmul' has matrices of one size: expected a fixed size, got a dynamic one")
     check_resizable(model, size)
     return InputShape(size, fixed_size or not any_size, batch)
-
-
-def matrix_bytes(model: nn.Module, size: Size) -> int:
-    """Return the bytes of the constant matrices of lowering='matmul', h T T floats per layer."""
-    patch: Any = model.patch_embed
-    tokens = (size[0] // patch.patch_size[0]) * (size[1] // patch.patch_size[1])
-    heads = sum(mixer.key_dim for mixer in token_mixers(model) if 'matmul' in mixer.lowerings)
-    return 4 * heads * tokens**2
 
 
 def fold(model: nn.Module, shape: InputShape, lowering: str = 'conv', aten: bool = True) -> nn.Module:
@@ -84,8 +69,6 @@ def fold(model: nn.Module, shape: InputShape, lowering: str = 'conv', aten: bool
     model = resize_model(copy.deepcopy(model).cpu().float().eval(), shape.size)
     if not aten:
         return reparameterize_model(model, inplace=True)
-    if lowering == 'matmul' and (size := matrix_bytes(model, shape.size)) > LARGE_MATRICES:
-        warnings.warn(f"lowering='matmul' keeps {size / 2**20:.0f} MiB of matrices, h T T floats a layer", stacklevel=3)
     grid: Size | None = None
     if isinstance(model, AFTVisionTransformer) and model.passes_grid:
         grid = model.patch_embed.dynamic_feat_size(shape.size)
@@ -170,8 +153,6 @@ def export_onnx(
             the model by more than the tolerance.
     """
     require_onnx()
-    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
-        raise ValueError(f'expected an operator set from {OLDEST_OPSET} to {NEWEST_OPSET}, got opset={opset}')
     shape = shape or choose_shape(model, lowering=lowering)
     folded = fold(model, shape, lowering)
     size = sum(x.numel() * x.element_size() for x in folded.state_dict().values())
@@ -186,7 +167,7 @@ def export_onnx(
         verbose=False,
     )
     assert program is not None
-    # Older packages know fewer.
+    # For one that it does not know, torch writes another.
     written = program.model.opset_imports['']
     if written != opset:
         raise ValueError(

@@ -1,6 +1,5 @@
 """int8 projections in ONNX files, by onnxruntime.quantization."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,19 +60,10 @@ def _quantize(path: Path, out: Path, mode: str, images: Sequence[Tensor]) -> Non
         # Weights of 7 bits: without VNNI, onnxruntime adds products in pairs in 16 bits, which saturate with 8.
         'reduce_range': True,
     }
-    # It recommends its preprocessing, which a file of constants does not need.
-    logging.getLogger().addFilter(_no_advice)
-    try:
-        if mode == 'dynamic':
-            quantize_dynamic(path, out, **options)
-        else:
-            quantize_static(path, out, _Reader(images), activation_type=QuantType.QUInt8, **options)
-    finally:
-        logging.getLogger().removeFilter(_no_advice)
-
-
-def _no_advice(record: logging.LogRecord) -> bool:
-    return 'pre-processing' not in record.getMessage()
+    if mode == 'dynamic':
+        quantize_dynamic(path, out, **options)
+    else:
+        quantize_static(path, out, _Reader(images), activation_type=QuantType.QUInt8, **options)
 
 
 class _Reader:

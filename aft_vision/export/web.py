@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -47,13 +46,22 @@ def export_web(
 
     Raises:
         ImportError: the `export` extra is not installed.
-        ValueError: the page cannot prepare images for the model or the shape, the runtime is no such folder, or the
-            file differs from the model by more than the tolerance.
+        ValueError: the page cannot prepare images for the model or the shape, or the file differs from the model by
+            more than the tolerance.
+        FileNotFoundError: the runtime is no such folder.
     """
     directory, shape = Path(directory), shape or choose_shape(model)
     check_channels(model, 1, 3)
     described = describe_input(model, shape.size)
-    _check_page_support(described, shape, runtime)
+    if shape.batch not in (None, 1):
+        raise ValueError(f'expected a batch of 1 or of any size for a web page, got {shape.batch}')
+    if not described['label_names']:
+        raise ValueError('expected a model with a classifier, got one with num_classes=0')
+    if described['interpolation'] not in INTERPOLATIONS:
+        raise ValueError(
+            f'expected a model whose images are resized by {" or ".join(INTERPOLATIONS)} interpolation for a web page, '
+            f'got {described["interpolation"]}'
+        )
     # The model last, both files of it at once: after an error the earlier one stays.
     with replacing(directory / 'model.json') as description, replacing(directory / 'model.onnx') as program:
         checks = export_onnx(model, program, shape, tolerance=tolerance)
@@ -71,21 +79,3 @@ def _copy(source: Path, target: Path) -> None:
     # The runtime may be this page's.
     with contextlib.suppress(shutil.SameFileError):
         shutil.copyfile(source, target)
-
-
-def _check_page_support(described: dict[str, Any], shape: InputShape, runtime: str | Path | None) -> None:
-    if shape.batch not in (None, 1):
-        raise ValueError(f'expected a batch of 1 or of any size for a web page, got {shape.batch}')
-    if not described['label_names']:
-        raise ValueError('expected a model with a classifier, got one with num_classes=0')
-    if described['interpolation'] not in INTERPOLATIONS:
-        raise ValueError(
-            f'expected a model whose images are resized by {" or ".join(INTERPOLATIONS)} interpolation for a web page, '
-            f'got {described["interpolation"]}'
-        )
-    missing = [] if runtime is None else [x for x in RUNTIME_FILES if not (Path(runtime) / 'dist' / x).is_file()]
-    if missing:
-        raise ValueError(
-            f'expected the folder of the npm package onnxruntime-web, such as {RUNTIME_FOLDER} after `npm install '
-            f'{RUNTIME}`, got {runtime} without dist/{missing[0]}'
-        )

@@ -258,21 +258,6 @@ def flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**flat, **(arguments.get('mixer_args') or {})}
 
 
-def create_mixer(name: str, dim: int, **kwargs: Any) -> TokenMixer:
-    """Build a mixer by name.
-
-    Args:
-        name: 'full', 'local', 'simple', 'conv', 'onehot', 'axial', or that of a registered class.
-        dim: channels C.
-        kwargs: of the mixer.
-
-    Raises:
-        ValueError: the name is unknown.
-        TypeError: the mixer has no such argument.
-    """
-    return build_mixer(find_mixer(name), dim, **kwargs)
-
-
 def build_mixer(kind: type[TokenMixer], dim: int, **kwargs: Any) -> TokenMixer:
     """Build a mixer of a class.
 
@@ -284,14 +269,6 @@ def build_mixer(kind: type[TokenMixer], dim: int, **kwargs: Any) -> TokenMixer:
     changed = [name for name in lacking if kwargs[name] != SHARED[name]]
     if changed:
         raise TypeError(f'mixer={label!r} has no {", ".join(changed)}: leave out {changed[0]}={kwargs[changed[0]]!r}')
-    needed = [
-        name
-        for name, x in inspect.signature(kind).parameters.items()
-        if x.default is x.empty and x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != 'dim'
-    ]
-    missing = [name for name in needed if name not in kwargs]
-    if missing:
-        raise TypeError(f'mixer={label!r} needs {", ".join(missing)}')
     return kind(dim, **{name: value for name, value in kwargs.items() if name not in lacking})
 
 
@@ -303,10 +280,6 @@ def mixers_of(model: nn.Module, kind: type[Mixer]) -> list[Mixer]:
 def token_mixers(model: nn.Module) -> list[TokenMixer]:
     """Return all mixers of a model in the order of its layers, without attention."""
     return mixers_of(model, TokenMixer)
-
-
-# Its earlier name.
-aft_mixers = token_mixers
 
 
 def undecayed(model: nn.Module, blocks: str = 'blocks.*') -> set[str]:

@@ -4,6 +4,7 @@ Eq. 8 and the exponentials of the bias are computed once, in float64, and stored
 biases, whose exponentials depend on the grid.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,10 +54,14 @@ class FrozenMixer(nn.Module):
 
     Args:
         mixer: the mixer, which must not be used afterwards: its local convolution is reordered in place.
+        form: a function of queries or None, keys, values, the constants, grid and mask.
         order: order of the channels of queries and values between the projections.
+        constants: the constants of the form in their order, by the names of their buffers.
     """
 
-    def __init__(self, mixer: Any, order: Tensor | slice = slice(None)) -> None:
+    def __init__(
+        self, mixer: Any, form: Callable[..., Tensor], order: Tensor | slice = slice(None), **constants: Tensor
+    ) -> None:
         super().__init__()
         # Apart, so that no copy splits their result.
         *query, key, value = torch.arange(mixer.qkv.out_features).split(mixer.split_sizes)
@@ -67,96 +72,63 @@ class FrozenMixer(nn.Module):
         if self.local_conv is not None:
             for parameter in self.local_conv.parameters():
                 parameter.data = parameter.data[order]
-
-    def _keep(self, name: str, weights: Tensor) -> None:
+        self.form, self.constants = form, list(constants)
         dtype = torch.float64 if self.value.weight.dtype == torch.float64 else torch.float32
-        self.register_buffer(name, weights.to(dtype).contiguous())
+        for name, constant in constants.items():
+            self.register_buffer(name, constant.to(dtype).contiguous())
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         q, v = None if self.query is None else self.query(x), self.value(x)
-        y = self.mix(q, self.key(x), v, grid, mask)
+        constants = [self.get_buffer(name) for name in self.constants]
+        y = self.form(q, self.key(x), v, *constants, grid, mask)
         if self.local_conv is not None:
             assert grid is not None
             y = y + self.local_conv(tokens_to_maps(v, grid, mask)).flatten(2).transpose(1, 2)
         return self.proj(y)
 
-    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
-        """Return the result of the operation between the projections, (B, T, C)."""
-        raise TypeError(f'{type(self).__name__} must define mix()')
 
-
-class FrozenConv(FrozenMixer):
-    """AFT-conv as a global sum plus a depthwise convolution, for any grid (AFT Eq. 6)."""
-
-    taps: Tensor
-    outside: Tensor
-
-    def __init__(self, mixer: Any) -> None:
-        taps, outside = aten.conv_taps(_kernel(mixer), mixer.global_context)
-        order = torch.arange(mixer.split_sizes[-1]).view(len(taps), -1).t().flatten()
+def freeze_conv(mixer: Any) -> FrozenMixer:
+    """Freeze an AFT-conv as a global sum plus a depthwise convolution, for any grid (AFT Eq. 6)."""
+    taps, outside = aten.conv_taps(mixer.evaluated_bias(), mixer.global_context)
+    if not isinstance(mixer.proj, nn.Linear):
         # Without a projection after it the result keeps its order.
-        heads_last = isinstance(mixer.proj, nn.Linear)
-        super().__init__(mixer, order if heads_last else slice(None))
-        self.heads_last = heads_last
-        self._keep('taps', taps)
-        self._keep('outside', outside)
-
-    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
-        assert grid is not None
-        if not self.heads_last:
-            return aten.mix_conv(q, k, v, self.taps, self.outside, grid, mask)
-        return gated(q, v, aten.conv_means(k, v, self.taps, self.outside, grid, mask))
+        return FrozenMixer(mixer, aten.mix_conv, taps=taps, outside=outside)
+    heads_last = torch.arange(mixer.split_sizes[-1]).view(len(taps), -1).t().flatten()
+    return FrozenMixer(mixer, _mix_heads_last, heads_last, taps=taps, outside=outside)
 
 
-class FrozenMatmul(FrozenMixer):
-    """AFT-conv as one product with a (T, T) matrix per head, for one grid (AFT Eq. 6)."""
-
-    matrix: Tensor
-
-    def __init__(self, mixer: Any, grid: tuple[int, int]) -> None:
-        super().__init__(mixer)
-        self._keep('matrix', aten.conv_matrix(_kernel(mixer), grid, mixer.global_context))
-
-    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
-        return aten.mix_matmul(q, k, v, self.matrix, mask)
-
-
-class FrozenAxial(FrozenMixer):
-    """AFT-axial as one product along columns and one along rows, for every grid."""
-
-    rows: Tensor
-    columns: Tensor
-
-    def __init__(self, mixer: Any) -> None:
-        super().__init__(mixer)
-        self.resample = mixer.row_bias.resample
-        self._keep('rows', mixer.row_bias.double().compute())
-        self._keep('columns', mixer.column_bias.double().compute())
-
-    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
-        assert grid is not None
-        rows, columns = self.rows, self.columns
-        if self.resample:
-            rows, columns = _resample_axis(rows, grid[0]), _resample_axis(columns, grid[1])
-        return aten.aft_axial(q, k, v, rows, columns, grid, mask)
+def _mix_heads_last(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    taps: Tensor,
+    outside: Tensor,
+    grid: tuple[int, int],
+    mask: Tensor | None,
+) -> Tensor:
+    return gated(q, v, aten.conv_means(k, v, taps, outside, grid, mask))
 
 
-class FrozenFull(FrozenMixer):
-    """AFT-full or AFT-local as a product with one (T, T) matrix (AFT Eq. 2, AFT Eq. 4)."""
-
-    weights: Tensor
-
-    def __init__(self, mixer: Any, bias: Tensor) -> None:
-        super().__init__(mixer)
-        self._keep('weights', aten.full_weights(bias))
-
-    def mix(self, q: Tensor | None, k: Tensor, v: Tensor, grid: tuple[int, int] | None, mask: Tensor | None) -> Tensor:
-        return aten.mix_full(q, k, v, self.weights, mask)
+def freeze_axial(mixer: Any) -> FrozenMixer:
+    """Freeze an AFT-axial as one product along columns and one along rows, for every grid."""
+    rows, columns = (axis.double().compute() for axis in (mixer.row_bias, mixer.column_bias))
+    return FrozenMixer(mixer, _mix_resampled if mixer.row_bias.resample else aten.aft_axial, rows=rows, columns=columns)
 
 
-def _kernel(mixer: Any) -> Tensor:
-    mixer.kernel.double()
-    return mixer.evaluated_bias()
+def _mix_resampled(
+    q: Tensor | None, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, grid: tuple[int, int], mask: Tensor | None
+) -> Tensor:
+    return aten.aft_axial(q, k, v, _resample_axis(rows, grid[0]), _resample_axis(columns, grid[1]), grid, mask)
+
+
+def freeze_pairs(mixer: Any, form: Callable[..., Tensor], weights: Tensor) -> FrozenMixer:
+    """Freeze a mixer as a product with constant (T, T) matrices, for one grid (AFT Eq. 2, 4, 6).
+
+    Args:
+        form: `aten.mix_full` or `aten.mix_matmul`.
+        weights: of the form.
+    """
+    return FrozenMixer(mixer, lambda q, k, v, weights, grid, mask: form(q, k, v, weights, mask), weights=weights)
 
 
 def _resample_axis(bias: Tensor, length: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from aft_vision import ops
 from aft_vision.layers.base import TokenMixer, register_mixer
-from aft_vision.layers.frozen import LOWERINGS, FrozenAxial, FrozenConv, FrozenFull, FrozenMatmul, tokens_to_maps
+from aft_vision.layers.frozen import LOWERINGS, freeze_axial, freeze_conv, freeze_pairs, tokens_to_maps
 from aft_vision.layers.position_bias import (
     AxisBias,
     FactorizedBias,
@@ -208,7 +208,8 @@ class PairMixer(AFTMixer):
 
     def _freeze(self, grid: tuple[int, int] | None, lowering: str) -> nn.Module:
         bias = self.position_bias.double()(grid)
-        return FrozenFull(self, self._rows(bias, torch.arange(len(bias))))
+        weights = aten.full_weights(self._rows(bias, torch.arange(len(bias))))
+        return freeze_pairs(self, aten.mix_full, weights)
 
 
 @register_mixer
@@ -374,11 +375,12 @@ class AFTConv(GridMixer):
         return 0.0 if self.global_context else -torch.inf
 
     def _freeze(self, grid: tuple[int, int] | None, lowering: str) -> nn.Module:
+        self.kernel.double()
         if lowering == 'conv':
-            return FrozenConv(self)
+            return freeze_conv(self)
         if grid is None:
             raise ValueError("lowering='matmul' needs the token grid (H, W), got None")
-        return FrozenMatmul(self, grid)
+        return freeze_pairs(self, aten.mix_matmul, aten.conv_matrix(self.evaluated_bias(), grid, self.global_context))
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         if grid is None:
@@ -522,7 +524,7 @@ class AFTAxial(GridMixer):
         return self.kernel(grid)
 
     def _freeze(self, grid: tuple[int, int] | None, lowering: str) -> nn.Module:
-        return FrozenAxial(self)
+        return freeze_axial(self)
 
     def forward(self, x: Tensor, grid: tuple[int, int] | None = None, mask: Tensor | None = None) -> Tensor:
         if grid is None:

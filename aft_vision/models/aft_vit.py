@@ -123,7 +123,10 @@ class AFTVisionTransformer(VisionTransformer):
         taken = mixer_class.parameters_of_init()
         has_tokens = 'num_tokens' in taken
         if has_tokens:
-            tokens = _token_arguments(img_size, patch_size, int(class_token) + kwargs.get('reg_tokens', 0))
+            sizes = zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True)
+            height, width = (size // patch for size, patch in sizes)
+            prefix = int(class_token) + kwargs.get('reg_tokens', 0)
+            tokens: dict[str, Any] = {'num_tokens': height * width + prefix, 'grid': (height, width)}
             block_args |= {name: value for name, value in tokens.items() if name in taken}
         super().__init__(
             img_size=img_size,
@@ -171,26 +174,6 @@ class AFTVisionTransformer(VisionTransformer):
             return
         for mixer in token_mixers(self):
             mixer.set_grid(self.patch_embed.grid_size)
-
-    @torch.jit.ignore
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Remove the blocks after the last chosen one, as timm does, and record it for an export.
-
-        Returns:
-            The indices of the chosen blocks.
-        """
-        taken = super().prune_intermediate_layers(indices, prune_norm, prune_head)
-        # timm keeps them for a model that it has built.
-        arguments = getattr(self, '_model_args', None)
-        if arguments is not None:
-            depth = len(self.blocks)
-            kept = [index for index in arguments.get('attention_blocks') or () if index < depth]
-            self._model_args = {**arguments, 'depth': depth, 'attention_blocks': kept}
-            if isinstance(self.norm, nn.Identity) and isinstance(self.fc_norm, nn.Identity):
-                self._model_args['final_norm'] = False
-        return taken
 
     def _embed(self, x: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, tuple[int, int] | None, Tensor | None]:
         # Tokens (B, T, C), their grid where the blocks need it, and their mask (B, T).
@@ -449,15 +432,6 @@ def _check_arguments(
         )
     if mixer_class.depends_on_positions() and kwargs.get('patch_drop_rate', 0.0):
         raise ValueError(f'mixer={mixer!r} needs the whole grid: patch_drop_rate must be 0')
-
-
-def _token_arguments(
-    img_size: int | tuple[int, int], patch_size: int | tuple[int, int], num_prefix_tokens: int
-) -> dict[str, Any]:
-    # The tokens of a mixer with a bias for each pair of them.
-    sizes = zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True)
-    height, width = (size // patch for size, patch in sizes)
-    return {'num_tokens': height * width + num_prefix_tokens, 'grid': (height, width)}
 
 
 def checkpoint_filter_fn(

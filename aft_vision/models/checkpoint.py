@@ -1,5 +1,6 @@
 """Checkpoints of image classifiers: the trained model of one, and a model that starts from its weights."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -9,22 +10,24 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from timm.models import PretrainedCfg
+from timm.models import PretrainedCfg, beit, vision_transformer, vision_transformer_relpos
 from torch import nn
 
 from aft_vision.files import check_folder, find_checkpoint
 from aft_vision.layers import token_mixers
 from aft_vision.models.aft_vit import AFTVisionTransformer, checkpoint_filter_fn
 from aft_vision.models.decoders import DECODERS
-from aft_vision.models.deit_transfer import deit_to_aft
-from aft_vision.models.state_dict import StateDictError, check_state_dict
+from aft_vision.models.deit_transfer import deit_to_aft, unwrap_state_dict
+from aft_vision.models.state_dict import StateDictError, load_matching_state_dict
 from aft_vision.models.transfer_report import describe_transfer
-from aft_vision.models.transfer_source import build_model, find_stated_grid, load_folder, set_license
+from aft_vision.models.transfer_source import build_model, did_you_mean, find_stated_grid, load_folder, set_license
 from aft_vision.models.weight_files import load_torch_file
 from aft_vision.sizes import record_size
 
 _logger = logging.getLogger(__name__)
 
+# A state dict does not show whether a block norms before or after attention, so check the class.
+PRE_NORM_BLOCKS = (vision_transformer.Block, vision_transformer_relpos.RelPosBlock, beit.Block)
 CHECKPOINT_KEYS = {'model_name': str, 'model_kwargs': dict, 'state_dict': dict}
 
 
@@ -33,7 +36,7 @@ class Weights(NamedTuple):
 
     Attributes:
         source: The checkpoint, for errors.
-        num_classes: Of their model.
+        num_classes: Of their model; 0 if it is not known.
         pretrained_cfg: The one of their model, with their preprocessing, class names and licence.
         of_aft: Whether their model is an AFT model.
         grid: Their token grid (H, W), if known.
@@ -147,19 +150,6 @@ def read_pretrained_cfg(checkpoint: str | Path) -> dict[str, Any]:
     return {**known.to_dict(), **_recorded_cfg(content)}
 
 
-def load_matching_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:
-    """Load weights that must match exactly.
-
-    Raises:
-        ValueError: names or shapes differ; the message lists the first differing keys of each kind.
-    """
-    try:
-        check_state_dict(model, state_dict)
-    except StateDictError as error:
-        raise ValueError(f'{source}: {error}') from error
-    model.load_state_dict(state_dict)
-
-
 def initialize_model(
     model: nn.Module, checkpoint: Weights | str | Path, reset_head: bool = False, transfer: bool = True
 ) -> None:
@@ -228,6 +218,49 @@ def read_weights(checkpoint: str | Path) -> Weights:
     # A model takes random numbers, which what starts from its weights must not depend on.
     with torch.random.fork_rng(devices=[]):
         model: Any = load_model(checkpoint)
+    return _weights_of(checkpoint, model)
+
+
+def _weights_of(source: str | Path, model: Any) -> Weights:
     grid = getattr(getattr(model, 'patch_embed', None), 'grid_size', None)
     of_aft = bool(token_mixers(model))
-    return Weights(str(checkpoint), model.state_dict(), model.num_classes, model.pretrained_cfg, of_aft, grid)
+    return Weights(str(source), model.state_dict(), model.num_classes, model.pretrained_cfg, of_aft, grid)
+
+
+def load_source(source: str | Path) -> Weights:
+    """Read weights for a transfer without executing code from a file.
+
+    Args:
+        source: One of: a timm model name, whose weights are downloaded; a `.safetensors` file; a `torch.save` file of
+            a state dict, or of a dict with one under `model` or `state_dict`, such as the trainer's best.pth and
+            DeiT's files; the folder of a run, which means its best.pth; an exported folder. A moving average
+            (`state_dict_ema`) is ignored.
+
+    Returns:
+        The weights. A file that states no model has neither its `pretrained_cfg` nor its classes.
+
+    Raises:
+        ValueError: the model or file does not exist, is damaged or contains more than weights, or the model's blocks
+            do not norm before attention and MLP.
+    """
+    path, name = find_checkpoint(source), str(source)
+    if path.is_file():
+        with contextlib.suppress(ForeignFileError):
+            return read_weights(path)
+        return Weights(name, unwrap_state_dict(load_torch_file(path)), 0, {}, False, None)
+    if not path.is_dir() and not name.startswith(('hf-hub:', 'hf_hub:')) and not timm.is_model(name):
+        hint = did_you_mean(name, timm.list_models())
+        raise ValueError(
+            f'expected a model of timm, a file or an exported folder, got {name}, which does not exist{hint}'
+        )
+    try:
+        model: Any = load_folder(path) if path.is_dir() else build_model(name, pretrained=True)
+    except ConnectionError as error:
+        raise ValueError(f'{error}; --source FILE takes weights that are on this machine') from error
+    blocks = getattr(model, 'blocks', None)
+    if blocks and not isinstance(blocks[0], PRE_NORM_BLOCKS):
+        raise ValueError(
+            f'expected a ViT whose blocks norm before attention and MLP, got {model.pretrained_cfg["architecture"]} '
+            f'with {type(blocks[0]).__name__}'
+        )
+    return _weights_of(source, model)

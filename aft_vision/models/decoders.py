@@ -9,7 +9,7 @@ import torch
 from aft_vision.files import BEST, find_checkpoint, name_latest, replacing
 from aft_vision.models import char, pixel
 from aft_vision.models.decoder import AFTDecoder
-from aft_vision.models.state_dict import check_state_dict
+from aft_vision.models.state_dict import load_matching_state_dict
 from aft_vision.models.weight_files import load_torch_file
 
 # The kind of tokens and the function of each model.
@@ -91,9 +91,6 @@ def load_decoder(path: str | Path, device: torch.device | str = 'cpu') -> AFTDec
         entries = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
         raise ValueError(f'expected a checkpoint of a pixel or character model with {sorted(wanted)}, got {entries}')
     args = data['model_args']
-    if not isinstance(args, dict) or not {'name', 'kwargs'} <= args.keys():
-        raise ValueError(f'expected model_args with name and kwargs in {path}, got {args}')
     model = create_decoder(args['name'], **args['kwargs'])
-    check_state_dict(model, data['state_dict'])
-    model.load_state_dict(data['state_dict'])
+    load_matching_state_dict(model, data['state_dict'], path)
     return model.to(device).eval()

@@ -6,7 +6,7 @@ are copied. Queries and keys are not: AFT does not multiply queries with keys.
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,19 +29,6 @@ CORE = re.compile(
 # Position biases of AFT; no ViT has such keys.
 AFT_ONLY = ('.attn.kernel.', '.attn.position_bias.', '.attn.offset', '.attn.row_bias.')
 PREFIX_TOKENS = ('cls_token', 'dist_token', 'reg_token')
-REASONS = {
-    r'cls_token': 'the model has no class token',
-    r'dist_token': 'the model has no distillation token',
-    r'reg_token': 'the model has no register tokens, or another number',
-    r'pos_embed': 'the model has no position embedding',
-    r'norm_pre\.': 'the model has no norm before the blocks (pre_norm=False)',
-    r'attn_pool\.': 'the model does not pool by attention',
-    r'(blocks\.\d+\.attn\.|shared_)?rel_pos': 'of attention weights, which AFT does not have',
-    r'pre_logits\.': 'a layer before the head that timm and DeiT no longer have',
-    r'blocks\.\d+\.attn\.[qk]_norm\.': 'of queries or keys, which AFT does not normalise',
-    r'blocks\.\d+\.ls\d\.': 'the model has no layer scale, nor a projection to fold it into',
-    r'head(_dist)?\.': 'the model has no classifier',
-}
 
 
 def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
@@ -54,7 +41,7 @@ def is_deit_like(state_dict: Mapping[str, Any], model: nn.Module) -> bool:
 
 
 def deit_to_aft(
-    state_dict: Mapping[str, Any], model: nn.Module, copy_qk: bool = False, grid: tuple[int, int] | None = None
+    state_dict: Mapping[str, Any], model: nn.Module, grid: tuple[int, int] | None = None
 ) -> tuple[dict[str, Tensor], TransferReport]:
     """Map the weights of a DeiT or ViT to an AFT model (AFT Table 8); neither is modified.
 
@@ -73,7 +60,6 @@ def deit_to_aft(
     Args:
         state_dict: State dict of a `deit*` or `vit_*` model of timm, or a dict with it under `model` or `state_dict`.
         model: An AFTVisionTransformer of the same width and depth.
-        copy_qk: Also copy queries and keys if the shapes allow it; not in the paper.
         grid: (H, W) of the source's position embedding in tokens. None takes it from the `input_size` of the model's
             `pretrained_cfg`, else the model's own grid if it has as many tokens, else a square.
 
@@ -92,7 +78,7 @@ def deit_to_aft(
         raise ValueError(f'expected a model with the patches and blocks of a ViT, got a {type(model).__name__}')
     source = unwrap_state_dict(state_dict)
     names = {key: _timm_name(key) for key in source}
-    transfer = _Transfer({names[key]: value for key, value in source.items()}, model, copy_qk, grid)
+    transfer = _Transfer({names[key]: value for key, value in source.items()}, model, grid)
     transfer.check()
     transfer.merge()
     report = {key: transfer.place(name) for key, name in names.items()}
@@ -103,10 +89,8 @@ def deit_to_aft(
 class _Transfer:
     """A transfer of the tensors of a source, under timm's names, into a copy of a model's state dict."""
 
-    def __init__(
-        self, source: dict[str, Tensor], model: nn.Module, copy_qk: bool, grid: tuple[int, int] | None
-    ) -> None:
-        self.source, self.copy_qk, self.grid = source, copy_qk, grid
+    def __init__(self, source: dict[str, Tensor], model: nn.Module, grid: tuple[int, int] | None) -> None:
+        self.source, self.grid = source, grid
         self.model: Any = model
         self.own = model.state_dict()
         self.result = dict(self.own)
@@ -130,10 +114,9 @@ class _Transfer:
                 )
         missing = [name for name in self.own if CORE.fullmatch(name) and name not in self.source]
         if missing or any(name.startswith('patch_embed.backbone.') for name in self.source):
-            unplaced = [name for name in self.source if name not in self.own and _reason(name) is None]
+            unplaced = ', '.join([name for name in self.source if name not in self.own][:3])
             wanted_key = f' with {missing[0]}' if missing else ''
-            got = f'{_first(unplaced)}, which have no place in one' if unplaced else f'only {_first(self.source)}'
-            raise StateDictError(f'expected weights of a ViT{wanted_key}, got {got}')
+            raise StateDictError(f'expected weights of a ViT{wanted_key}, got {unplaced or "only some of them"}')
 
     def merge(self) -> None:
         """Fold tensors that the model lacks into their neighbours, which changes no output."""
@@ -208,7 +191,7 @@ class _Transfer:
         if name.startswith('head') and target in self.own:
             note = f'the model has {self.own[target].shape[0]} classes, the source {self.source[name].shape[0]}'
         else:
-            note = _reason(name) or 'the model has no such tensor'
+            note = 'the model has no such tensor'
         return TransferOutcome('left out', '', self.source[name].numel(), note=note)
 
     def _place_projections(
@@ -219,26 +202,16 @@ class _Transfer:
             raise StateDictError(f'expected {target} of {3 * dim} rows, three projections, got {value.shape[0]}')
         sizes = projection_sizes(self.model.get_submodule(block))
         names = 'qkv' if part is None else part
-        copy_qk = self.copy_qk or isinstance(self.model.get_submodule(block), Attention)
+        note = 'as in the paper' if target in self.own else 'the model has no such tensor'
+        copied = 'qkv' if isinstance(self.model.get_submodule(block), Attention) else 'v'
         return [
-            self._place_rows(name, rows, target, sizes, copy_qk)
+            self._place_rows(name, rows, target, sizes)
+            if name in copied and target in self.own
+            else TransferOutcome('left out', name, rows.numel(), note=note)
             for name, rows in zip(names, value.split(dim), strict=True)
         ]
 
-    def _place_rows(
-        self, part: str, rows: Tensor, target: str, sizes: dict[str, int], copy_qk: bool
-    ) -> TransferOutcome:
-        note = ''
-        if part not in sizes:
-            note = 'the model has no queries (query_gate=False)'
-        elif target not in self.own:
-            note = 'the model has no such biases (qkv_bias=False)'
-        elif part != 'v' and not copy_qk:
-            note = 'as in the paper'
-        elif sizes[part] != rows.shape[0]:
-            note = f'the model has {sizes[part]} channels of them, the source {rows.shape[0]}'
-        if note:
-            return TransferOutcome('left out', part, rows.numel(), note=note)
+    def _place_rows(self, part: str, rows: Tensor, target: str, sizes: dict[str, int]) -> TransferOutcome:
         if self.result[target] is self.own[target]:
             self.result[target] = self.own[target].clone()
         before = 'qkv'[: 'qkv'.index(part)]
@@ -304,8 +277,10 @@ def unwrap_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a state dict, which may be under the key `state_dict` or `model`.
 
     Raises:
-        StateDictError: it has values that are not tensors.
+        StateDictError: it is none, or has values that are not tensors.
     """
+    if not isinstance(state_dict, Mapping):
+        raise StateDictError(f'expected a state dict, got a {type(state_dict).__name__}')
     for key in ('state_dict', 'model'):
         if isinstance(state_dict.get(key), Mapping):
             state_dict = state_dict[key]
@@ -319,12 +294,3 @@ def _timm_name(key: str) -> str:
     # Remove the prefixes of DistributedDataParallel and torch.compile, and rename DeiT III's layer scale.
     (name,) = clean_state_dict({key: None})
     return re.sub(r'(blocks\.\d+)\.gamma_([12])', r'\1.ls\2.gamma', name)
-
-
-def _reason(name: str) -> str | None:
-    return next((reason for pattern, reason in REASONS.items() if re.match(pattern, name)), None)
-
-
-def _first(names: Iterable[str]) -> str:
-    names = list(names)
-    return ', '.join(names[:3]) + (', ...' if len(names) > 3 else '')

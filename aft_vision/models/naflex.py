@@ -49,8 +49,8 @@ def read_patches(batch: Mapping[str, Any], patch_size: tuple[int, int], channels
         )
     if coord.shape != (*shape[:2], 2) or valid.shape != values.shape[:2] or valid.dtype != torch.bool:
         raise ValueError(
-            f'patch_coord must have shape ({shape[0]}, {shape[1]}, 2) and patch_valid be a bool ({shape[0]}, '
-            f'{shape[1]}), got {list(coord.shape)} and {valid.dtype} {list(valid.shape)}'
+            f'patch_coord and a bool patch_valid must have shapes {[*shape[:2], 2]} and {shape[:2]}, got '
+            f'{list(coord.shape)} and {list(valid.shape)} of {valid.dtype}'
         )
     return Patches(values.flatten(2), coord, valid)
 

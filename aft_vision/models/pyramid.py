@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import Format, LayerNorm2d, to_2tuple
@@ -56,8 +55,7 @@ class SimpleFeaturePyramid(nn.Module):
     ) -> None:
         super().__init__()
         reduction, channels = _describe_single(backbone)
-        ascending = list(strides) == sorted(set(strides))
-        if not strides or not ascending or not all(map(_is_power_of_two, strides)):
+        if not strides or list(strides) != sorted(set(strides)) or not all(map(_is_power_of_two, strides)):
             raise ValueError(f'strides must be ascending powers of two, got {tuple(strides)}')
         self.backbone = backbone
         self.out_channels = out_channels
@@ -97,30 +95,7 @@ class SimpleFeaturePyramid(nn.Module):
             )
         else:
             raise ValueError(f'attn_mask needs an AFT backbone, got a {type(backbone).__name__}')
-        return _as_nchw(backbone, features)
-
-
-def create_pyramid(
-    model_name: str,
-    pretrained: bool = False,
-    *,
-    out_channels: int = 256,
-    strides: Sequence[int] = (4, 8, 16, 32),
-    extra_level: bool = False,
-    **kwargs: Any,
-) -> SimpleFeaturePyramid:
-    """Build a timm model with a simple feature pyramid on its last map.
-
-    Args:
-        model_name: Name in timm, or `local-dir:DIR` for an exported folder.
-        pretrained: Load the model's weights.
-        out_channels: As in `SimpleFeaturePyramid`, like strides and extra_level.
-        kwargs: Passed to the model. A fixed-size model, such as AFT-full or DeiT, needs `dynamic_img_size=True` to take
-            the images of a detector.
-    """
-    kwargs = {'out_indices': (-1,), **kwargs}
-    backbone = timm.create_model(model_name, pretrained=pretrained, features_only=True, **kwargs)
-    return SimpleFeaturePyramid(backbone, out_channels, strides, extra_level)
+        return features.permute(0, 3, 1, 2) if getattr(backbone, 'output_fmt', None) == Format.NHWC else features
 
 
 def padding_mask(
@@ -157,27 +132,16 @@ def _is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def _as_nchw(backbone: nn.Module, features: Tensor) -> Tensor:
-    is_nhwc = getattr(backbone, 'output_fmt', Format.NCHW) == Format.NHWC
-    return features.permute(0, 3, 1, 2) if is_nhwc else features
-
-
 def _describe_single(backbone: nn.Module) -> tuple[int, int]:
     # Return the reduction and channels of its only map.
     info: Any = getattr(backbone, 'feature_info', None)
-    if not hasattr(info, 'reduction'):
+    reductions = info.reduction() if hasattr(info, 'reduction') else []
+    if len(reductions) != 1 or reductions[0] < 4 or not _is_power_of_two(reductions[0]):
         raise ValueError(
-            f'expected a model of timm.create_model(..., features_only=True), got a {type(backbone).__name__}'
+            'expected a backbone of timm.create_model(..., features_only=True, out_indices=(-1,)) whose stride is a '
+            f'power of two and at least 4, got a {type(backbone).__name__} with maps of the strides {reductions}'
         )
-    reductions, channels = info.reduction(), info.channels()
-    if len(reductions) != 1:
-        raise ValueError(
-            f'expected a backbone with one feature map, got {len(reductions)} of strides {reductions}: '
-            'create it with out_indices=(-1,)'
-        )
-    if reductions[0] < 4 or not _is_power_of_two(reductions[0]):
-        raise ValueError(f'expected a backbone whose stride is a power of two and at least 4, got {reductions[0]}')
-    return reductions[0], channels[0]
+    return reductions[0], info.channels()[0]
 
 
 def _stage(channels: int, out_channels: int, reduction: int, stride: int) -> nn.Sequential:

@@ -1,7 +1,8 @@
-"""Check of state dicts, and resampling of position parameters to another grid."""
+"""Loading of state dicts, and resampling of position parameters to another grid."""
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -9,36 +10,24 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.models._input import get_pretrained_grid_size
 from torch import Tensor, nn
 
+from aft_vision.errors import shorten
 from aft_vision.ops.common.numerics import accumulate_dtype
 
 
 class StateDictError(ValueError, RuntimeError):
-    """A state dict of another architecture. It is also a RuntimeError, which torch raises for it."""
+    """A state dict that is not of a ViT. It is also a RuntimeError, which torch raises for another architecture."""
 
 
-def check_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Check that a state dict fits a model exactly.
+def load_matching_state_dict(model: nn.Module, state_dict: Mapping[str, Any], source: str | Path) -> None:
+    """Load weights that must match exactly.
 
     Raises:
-        StateDictError: names or shapes differ; the message lists the first differing keys of each kind.
+        ValueError: names or shapes differ.
     """
-    own = model.state_dict()
-    missing = [name for name in own if name not in state_dict]
-    unexpected = [name for name in state_dict if name not in own]
-    shapes = [
-        f'{name} {tuple(x.shape)} got {tuple(state_dict[name].shape)}'
-        for name, x in own.items()
-        if isinstance(x, Tensor) and isinstance(state_dict.get(name), Tensor) and state_dict[name].shape != x.shape
-    ]
-    differences = [
-        f'{len(names)} {problem}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}'
-        for problem, names in (('missing', missing), ('unexpected', unexpected), ('of another shape', shapes))
-        if names
-    ]
-    if differences:
-        raise StateDictError(
-            f'expected weights of {type(model).__name__}, got those of another architecture: {"; ".join(differences)}'
-        )
+    try:
+        model.load_state_dict(state_dict)
+    except RuntimeError as error:
+        raise ValueError(f'{source}: {shorten(str(error), 500)}') from error
 
 
 def find_grid(model: Any, patches: Tensor | None, num_tokens: int) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from aft_vision.errors import first_line
@@ -49,12 +50,14 @@ def forget_classes(model: nn.Module, pretrained: bool, classes: Sequence[str]) -
 
 
 def load_torch_file(path: str | Path) -> Any:
-    """Read a `torch.save` file onto the CPU without executing code from it.
+    """Read a `torch.save` file, or one of safetensors, onto the CPU without executing code from it.
 
     Raises:
         ValueError: it is damaged, of another kind, or holds more than tensors and plain containers.
     """
     try:
+        if Path(path).suffix == '.safetensors':
+            return load_file(path)
         # Files of torch before 1.6 are not zip files and have no checksums.
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as file:

@@ -11,7 +11,7 @@ Private names of torch 2.14 without a public equivalent: the level of forward mo
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_type_hints
 
@@ -30,11 +30,15 @@ from aft_vision.ops.tracing import grid_arguments, saves_for_backward
 BACKENDS = ('auto', 'eager', 'cpp', 'triton')
 
 
-def triton_form(module: str, forward: str, backward: str) -> Form:
-    """Return a form that runs where Triton does, by two functions of a module below `aft_vision.ops`, imported late."""
+def triton_form(module: str, forward: str, backward: str, fits: Callable[[Any], bool] = lambda inputs: True) -> Form:
+    """Return a form that runs where Triton does, by two functions of a module below `aft_vision.ops`, imported late.
+
+    Args:
+        fits: returns whether inputs are small enough.
+    """
 
     def supports(inputs: Any) -> bool:
-        return (not inputs.v.is_cpu or launch.interprets()) and launch.can_run(inputs)
+        return (not inputs.v.is_cpu or launch.interprets()) and fits(inputs) and launch.can_run(inputs)
 
     lazy = partial(lazy_function, module)
     return Form('triton', lazy(forward), lazy(backward), supports, launch.check)

@@ -5,6 +5,7 @@ from aft_vision.visualize.accuracy import LabelledPrediction, predict_labelled
 from aft_vision.visualize.attention import (
     attention_heads,
     draw_attention,
+    draw_key_maps,
     draw_relative_attention,
     implicit_attention,
     relative_attention,
@@ -14,7 +15,6 @@ from aft_vision.visualize.biases import (
     bias_rows,
     bias_statistics,
     draw_position_biases,
-    position_biases,
 )
 from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_keys, has_token_grid, keyed_layers
 from aft_vision.visualize.figure import DPI, evenly_spaced, figure_png, literal, new_figure, save_figure
@@ -24,7 +24,6 @@ from aft_vision.visualize.history import (
     draw_history,
     read_history,
 )
-from aft_vision.visualize.keys import draw_key_maps, key_maps
 from aft_vision.visualize.page import render_page
 from aft_vision.visualize.photographs import (
     Photograph,

@@ -64,25 +64,20 @@ def label_photographs(model: Any, paths: Sequence[Path], folder: Path | None = N
 @torch.no_grad()
 def predict_labelled(
     model: Any,
-    paths: Sequence[Path],
+    truths: Mapping[Path, int | None],
     size: tuple[int, int] | None = None,
     skipped: SkippedImages | None = None,
-    folder: Path | None = None,
     decoding: Decoding | None = None,
-    truths: Mapping[Path, int | None] | None = None,
 ) -> list[LabelledPrediction]:
-    """Classify photographs whose folders are named after classes of the model, and leave out the others.
+    """Classify photographs whose class is known, and leave out the others.
 
     Args:
+        truths: Class of each photograph or None, as from `label_photographs`.
         size: (H, W) in pixels that the model sees; None is its own.
         skipped: Receives images that cannot be decoded; None makes them errors.
-        folder: As in `label_photographs`.
         decoding: Options of reading the files; None for the default ones.
-        truths: Class of each photograph or None; by default as `label_photographs` returns them.
     """
-    if truths is None:
-        truths = dict(zip(paths, label_photographs(model, paths, folder), strict=True))
-    known = {path: truth for path in paths if (truth := truths[path]) is not None}
+    known = {path: truth for path, truth in truths.items() if truth is not None}
     labelled = list(known)
     logits = [model(batch) for batch in load_batches(labelled, model, size, skipped, decoding)]
     if not logits:
@@ -104,16 +99,11 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 
 def by_class(answers: Sequence[LabelledPrediction]) -> dict[int, list[LabelledPrediction]]:
-    """Return photographs by their class, the least accurate first, and classes of more photographs nearer to an end."""
+    """Return photographs by their class, the least accurate first."""
     groups: dict[int, list[LabelledPrediction]] = {}
     for each in answers:
         groups.setdefault(each.truth, []).append(each)
-
-    def rank(truth: int) -> tuple[float, float, int]:
-        group = groups[truth]
-        return share_right(group), sum(interval(sum(each.is_right for each in group), len(group))), truth
-
-    return {truth: groups[truth] for truth in sorted(groups, key=rank)}
+    return {truth: groups[truth] for truth in sorted(groups, key=lambda truth: (share_right(groups[truth]), truth))}
 
 
 def class_rows(groups: Mapping[int, Sequence[LabelledPrediction]], names: Sequence[str]) -> list[list[str]]:
@@ -133,34 +123,6 @@ def class_rows(groups: Mapping[int, Sequence[LabelledPrediction]], names: Sequen
         cells = (str(len(group)), f'{100 * right / len(group):.1f}%', f'{100 * low:.1f} to {100 * high:.1f}%')
         rows.append([names[truth], *cells, precision, confused])
     return rows
-
-
-def draw_classes(
-    groups: Mapping[int, Sequence[LabelledPrediction]], names: Sequence[str], label: str, total: float
-) -> Any:
-    """Draw the accuracy of classes as points with intervals of 95 %, and the overall accuracy as a line.
-
-    Args:
-        groups: From `by_class`, the first at the top.
-        label: Of the axis.
-        total: Accuracy of all photographs, in [0, 1].
-
-    Returns:
-        A matplotlib Figure.
-    """
-    figure = new_figure(7.5, 1.3 + 0.28 * len(groups))
-    axes = figure.subplots()
-    for y, group in enumerate(groups.values()):
-        low, high = interval(sum(each.is_right for each in group), len(group))
-        axes.plot([100 * low, 100 * high], [y, y], color='C0', linewidth=1.5)
-        axes.plot(100 * share_right(group), y, 'o', color='C0')
-    axes.axvline(100 * total, color='0.5', linestyle=':', label=f'all: {100 * total:.1f}%')
-    labels = [literal(f'{names[truth]} ({len(group)})') for truth, group in groups.items()]
-    axes.set_yticks(range(len(groups)), labels)
-    axes.set(xlim=(-1, 101), ylim=(len(groups) - 0.4, -0.6), xlabel='top-1 (%), interval of 95 %', ylabel=label)
-    axes.grid(axis='x', alpha=0.3)
-    axes.legend(loc='lower right', bbox_to_anchor=(1, 1), fontsize='small', frameon=False)
-    return figure
 
 
 def confused_classes(answers: Sequence[LabelledPrediction], at_most: int = MAX_CLASSES) -> list[int]:

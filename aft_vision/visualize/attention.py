@@ -1,4 +1,4 @@
-"""Attention maps: AFT's implicit attention of a query, and averages by relative position for AFT and ViT."""
+"""Keys, AFT's implicit attention of a query, and averages of attention by relative position for AFT and ViT."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,18 +10,16 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from aft_vision.visualize.biases import bias_rows
-from aft_vision.visualize.capture import MixerInputs, keyed_layers, mixer_inputs, run_with_hooks, token_grid
+from aft_vision.visualize.capture import MixerInputs, keyed_layers, run_with_hooks, token_grid
 from aft_vision.visualize.figure import (
     SEQUENTIAL,
     Block,
     Cell,
     TopPicture,
-    check_indices,
-    check_layers,
+    choose,
     draw_grid,
     evenly_spaced,
     format_number,
-    frame_of,
     layer_rows,
 )
 from aft_vision.visualize.photographs import Photograph
@@ -115,7 +113,7 @@ def relative_attention(
     images = 0
 
     def add(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
-        own = check_indices('head', chosen, _heads(mixer), 1)
+        own = choose('head', chosen, range(_heads(mixer)))
         for tokens in x.split(1):
             mean = relative_mean(_attention(mixer, tokens, grid, prefix, own), grid).cpu().double()
             totals[mixer] = totals.get(mixer, torch.zeros_like(mean)) + mean
@@ -146,7 +144,8 @@ def _attention(
 ) -> Tensor:
     # (n, H * W or those queries, H * W) of one image (1, T, C), the softmax being over the prefix tokens too.
     if not isinstance(mixer, Attention):
-        inputs = mixer_inputs(mixer, x, grid, prefix)
+        q, k, v = mixer.project_qkv(x)
+        inputs = MixerInputs(mixer, q, k, v, grid, prefix)
         return implicit_attention(inputs, torch.arange(prefix, x.shape[1])[queries], heads)[0, :, :, prefix:]
     # timm's attention; fused, it returns no weights.
     q, k, _ = mixer.qkv(x[0]).unflatten(1, (3, mixer.num_heads, mixer.head_dim)).permute(1, 2, 0, 3)  # (h, T, D / h)
@@ -219,11 +218,12 @@ def draw_attention(
         ImportError: matplotlib is not installed.
     """
     layers = keyed_layers(model, attention=True)
-    chosen = check_layers(chosen_layers, layers.values())
+    chosen = choose('layer', chosen_layers, layers.values())
     layers = {mixer: layer for mixer, layer in layers.items() if layer in chosen}
-    heads = _choose_heads([*map(_heads, layers)], heads, max_heads)
+    # Those that all drawn layers have.
+    heads = choose('head', heads, range(min(map(_heads, layers))), max_heads)
     grid = token_grid(model, (photograph.images.shape[2], photograph.images.shape[3]))
-    token, frame = _check_query(query, grid), frame_of(query, grid)
+    token, frame = _check_query(query, grid), (query[0] / grid[0], query[1] / grid[1], 1 / grid[0], 1 / grid[1])
     # (n, H * W) of each layer.
     weights: dict[int, Tensor] = {}
 
@@ -249,15 +249,54 @@ def draw_attention(
     )
 
 
-def _choose_heads(counts: Sequence[int], heads: Sequence[int] | None, at_most: int) -> list[int]:
-    # Of layers with so many heads each.
-    beyond = [head for head in heads or () if min(counts) <= head < max(counts)]
-    if beyond:
-        raise ValueError(
-            f'expected heads from 1 to {min(counts)}, which all drawn layers have, got {beyond[0] + 1}; choose layers '
-            'that have it'
-        )
-    return check_indices('head', heads, min(counts), at_most)
+def draw_key_maps(
+    photograph: Photograph,
+    layers: Sequence[MixerInputs],
+    *,
+    heads: Sequence[int] | None = None,
+    max_heads: int = 16,
+    chosen_layers: Sequence[int] | None = None,
+    text: str = '',
+) -> Any:
+    """Draw a photograph and the keys below it: a row per layer and a column per head (AFT Fig. 9 to 12).
+
+    These are keys, not exp(k). A constant added to all keys of a channel changes nothing in AFT, and a difference of d
+    means that one token has exp(d) times the weight of another.
+
+    Args:
+        photograph, max_heads, text: As in `draw_attention`.
+        layers: From `capture_mixers` with a batch of 1.
+        heads: Heads, or channels if there are none; None means evenly spaced ones.
+        chosen_layers: Indices of blocks, those with softmax attention counted; None means all.
+
+    Returns:
+        A matplotlib Figure.
+
+    Raises:
+        ValueError: a head or layer does not exist.
+        ImportError: matplotlib is not installed.
+    """
+    heads = choose('head', heads, range(layers[0].k.shape[2]), max_heads)
+    inputs, grid = {each.layer: each for each in layers}, layers[0].grid
+    chosen = choose('layer', chosen_layers, inputs)
+
+    def cells(layer: int) -> Iterator[Cell]:
+        # (n, H, W), without prefix tokens.
+        maps = inputs[layer].k[0][inputs[layer].num_prefix_tokens :, heads].float().t().unflatten(1, grid)
+        for keys in maps:
+            low, high = keys.min().item(), keys.max().item()
+            yield Cell(keys, low, max(high, low + 1e-6), caption=format_number(high - low))
+
+    return draw_grid(
+        [Block('', layer_rows(chosen, heads, cells))],
+        'Keys',
+        'Bright tokens have more weight. Each picture has its own scale, from its smallest to its largest key.\n'
+        'Below each picture: the difference of the two; a difference of d means exp(d) times the weight.',
+        ('smallest key', 'largest key'),
+        SEQUENTIAL,
+        aspect=grid[0] / grid[1],
+        photograph=TopPicture(photograph.pixels, text),
+    )
 
 
 def _check_query(query: tuple[int, int], grid: tuple[int, int]) -> int:

@@ -14,8 +14,7 @@ from aft_vision.visualize.figure import (
     SEQUENTIAL,
     Block,
     Cell,
-    check_indices,
-    check_layers,
+    choose,
     draw_grid,
     format_number,
     layer_rows,
@@ -37,23 +36,9 @@ CENTRED: tuple[str, str, tuple[str, ...], str] = (
 )
 
 
-def position_biases(model: nn.Module) -> list[Tensor]:
-    """Return exp(w) - 1 of each mixer in the order of the layers, as shown in AFT Fig. 1.
-
-    Returns:
-        float32 on the CPU, of the bias that evaluation uses, at the mixer's own grid. AFT-conv and one-hot models:
-        (h, s, s), after AFT Eq. 8, and with one offset per head after AFT Eq. 10. AFT-axial: (h, 2a - 1, 2b - 1), the
-        sums of its biases. AFT-full: (1, T, T), AFT Eq. 7. AFT-local: (1, T, 2s - 1), or (1, T, s) if causal, AFT
-        Eq. 4. AFT-simple has none.
-
-    Raises:
-        ValueError: no layer of the model has a position bias.
-    """
-    return list(_biases_by_layer(model).values())
-
-
 @torch.no_grad()
 def _biases_by_layer(model: nn.Module) -> dict[int, Tensor]:
+    # exp(w) - 1 of each layer, of the bias that evaluation uses at the mixer's own grid, (h, ...).
     evaluated = {layer: mixer.evaluated_bias() for mixer, layer in mixer_layers(model).items()}
     biases = {layer: bias.float().expm1().cpu() for layer, bias in evaluated.items() if bias is not None}
     if not biases:
@@ -96,7 +81,7 @@ def bias_statistics(model: nn.Module, threshold: float = 0.1) -> list[dict[str, 
         threshold, and `largest`, the largest |exp(w) - 1|.
 
     Raises:
-        ValueError: as `position_biases`.
+        ValueError: no layer of the model has a position bias.
     """
     rows = []
     for mixer, layer in mixer_layers(model).items():
@@ -167,8 +152,9 @@ def draw_position_biases(
     models = {'': model} if before is None else {'before': before, 'after': model}
     biases = {title: _biases_by_layer(model) for title, model in models.items()}
     _check_match(list(biases.values()))
-    layers = check_layers(layers, biases[list(biases)[-1]])
-    heads = check_indices('head', heads, len(biases[list(biases)[-1]][layers[0]]), max_heads)
+    drawn = biases[list(biases)[-1]]
+    layers = choose('layer', layers, drawn)
+    heads = choose('head', heads, range(len(drawn[layers[0]])), max_heads)
     if exponentiated:
         biases = {title: {layer: bias + 1 for layer, bias in each.items()} for title, each in biases.items()}
     blocks: list[Block] = []

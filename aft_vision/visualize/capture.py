@@ -49,15 +49,10 @@ def capture_mixers(model: nn.Module, images: Tensor) -> tuple[Tensor, list[Mixer
     captured, layers = [], keyed_layers(model)
 
     def keep(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> None:
-        captured.append(mixer_inputs(mixer, x, grid, prefix)._replace(layer=layers[mixer]))
+        q, k, v = mixer.project_qkv(x)
+        captured.append(MixerInputs(mixer, q, k, v, grid, prefix, layers[mixer]))
 
     return run_with_hooks(model, images, layers, keep), captured
-
-
-def mixer_inputs(mixer: Any, x: Tensor, grid: tuple[int, int], prefix: int) -> MixerInputs:
-    """Compute queries, keys and values of a mixer for its input tokens (B, T, C)."""
-    q, k, v = mixer.project_qkv(x)
-    return MixerInputs(mixer, q, k, v, grid, prefix)
 
 
 @torch.no_grad()

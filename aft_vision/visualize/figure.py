@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,39 +103,21 @@ def evenly_spaced(count: int, at_most: int) -> list[int]:
     return torch.linspace(0, count - 1, min(count, at_most)).round().long().tolist()
 
 
-def check_indices(noun: str, indices: Sequence[int] | None, count: int, at_most: int) -> list[int]:
-    """Return the chosen indices, or evenly spaced ones for None.
+def choose(noun: str, chosen: Sequence[int] | None, known: Iterable[int], at_most: int = sys.maxsize) -> list[int]:
+    """Return the chosen ones of some indices, or evenly spaced ones for None.
 
     Raises:
-        ValueError: an index is out of range.
+        ValueError: a chosen index is not one of them.
     """
-    if indices is None:
-        return evenly_spaced(count, at_most)
-    wrong = [index for index in indices if not 0 <= index < count]
-    if wrong or not indices:
-        raise ValueError(f'expected {noun}s from 1 to {count}, got {wrong[0] + 1 if wrong else "none"}')
-    return list(indices)
-
-
-def check_layers(chosen: Sequence[int] | None, layers: Iterable[int]) -> list[int]:
-    """Return the chosen ones of some layers, or all for None.
-
-    Raises:
-        ValueError: a chosen layer is not one of them.
-    """
-    layers = list(layers)
+    known = list(known)
     if chosen is None:
-        return layers
-    wrong = [layer for layer in chosen if layer not in layers]
-    if wrong or not chosen:
-        known = ', '.join(str(layer + 1) for layer in layers)
-        raise ValueError(f'expected layers that can be drawn ({known}), got {wrong[0] + 1 if wrong else "none"}')
+        return [known[index] for index in evenly_spaced(len(known), at_most)]
+    wrong: list[Any] = [index + 1 for index in chosen if index not in known] or ([] if chosen else ['none'])
+    if wrong:
+        is_range = known == list(range(len(known)))
+        numbers = f'1 to {len(known)}' if is_range else ', '.join(str(index + 1) for index in known)
+        raise ValueError(f'expected {noun}s that can be drawn ({numbers}), got {wrong[0]}')
     return list(chosen)
-
-
-def frame_of(token: tuple[int, int], grid: tuple[int, int]) -> Frame:
-    """Return the frame around a token (row, column) of a grid (H, W)."""
-    return token[0] / grid[0], token[1] / grid[1], 1 / grid[0], 1 / grid[1]
 
 
 def layer_rows(

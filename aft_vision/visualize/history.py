@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aft_vision.visualize.figure import literal, new_figure
+from aft_vision.visualize.figure import new_figure
+
+# Columns of summary.csv, and their labels.
+BITS = {'eval_bits': 'evaluated', 'eval_ema_bits': 'evaluated, averaged weights'}
 
 
 def read_history(path: str | Path) -> list[dict[str, float]]:
@@ -87,11 +90,11 @@ def draw_history(history: Sequence[Mapping[str, float]], targets: str = '') -> A
     return figure
 
 
-def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> Any:
-    """Draw the bits of runs of the pixel, character or recall trainer, by update and by training time.
+def draw_bits(folder: str | Path, unit: str = 'bits per token') -> Any:
+    """Draw the bits of a run of the pixel, character or recall trainer, by update and by training time.
 
     Args:
-        runs: Folder of each run, by its name in the picture.
+        folder: Folder of the run, with its steps.csv and summary.csv.
         unit: Label of the bits.
 
     Returns:
@@ -99,51 +102,29 @@ def draw_bits(runs: Mapping[str, str | Path], unit: str = 'bits per token') -> A
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: a folder has no summary.csv or steps.csv of such a run.
+        ValueError: a file is not such a table.
     """
+    steps, epochs = _read_numbers(Path(folder) / 'steps.csv'), read_history(Path(folder) / 'summary.csv')
+    smooth = _smoothed([row['loss'] / math.log(2) for row in steps])
+    evaluated = {key: [row for row in epochs if not math.isnan(row.get(key, math.nan))] for key in BITS}
     figure = new_figure(11, 4)
     panels = figure.subplots(1, 2, sharey=True)
-    curves = {literal(name): _read_bits(Path(folder)) for name, folder in runs.items()}
-    for axes, column, label in zip(panels, ('update', 'seconds'), ('update', 'seconds of training'), strict=True):
-        for number, (name, (steps, epochs)) in enumerate(curves.items()):
-            color = f'C{number}'
-            smooth = _smoothed([row['loss'] / math.log(2) for row in steps])
-            axes.plot(
-                [row[column] for row in steps],
-                smooth,
-                color=color,
-                lw=0.8,
-                alpha=0.6,
-                label=f'{name}, training (moving average)',
-            )
-            for key, style, what in (
-                ('eval_bits', 'o-', 'evaluated'),
-                ('eval_ema_bits', 's--', 'evaluated, averaged weights'),
-            ):
-                x = {'update': 'train_updates', 'seconds': 'train_total_seconds'}[column]
-                points = [(row[x], row[key]) for row in epochs if not math.isnan(row.get(key, math.nan))]
-                if points:
-                    axes.plot(*zip(*points, strict=True), style, color=color, ms=4, label=f'{name}, {what}')
+    columns = {'update': ('update', 'train_updates'), 'seconds of training': ('seconds', 'train_total_seconds')}
+    for axes, (label, (of_step, of_epoch)) in zip(panels, columns.items(), strict=True):
+        axes.plot([row[of_step] for row in steps], smooth, lw=0.8, alpha=0.6, label='training (moving average)')
+        for key, rows in evaluated.items():
+            if rows:
+                axes.plot([row[of_epoch] for row in rows], [row[key] for row in rows], 'o-', ms=4, label=BITS[key])
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
-    ends = [row for steps, epochs in curves.values() for row in _ends(steps, epochs)]
-    if ends:
-        # The first updates are much larger and would flatten the rest.
-        low, high = min(ends), max(ends)
-        panels[0].set_ylim(low - 0.1 * (high - low) - 0.02, high + 0.1 * (high - low) + 0.02)
+    # The first updates are much larger and would flatten the rest.
+    shown = [*smooth[len(steps) // 10 :], *(row[key] for key, rows in evaluated.items() for row in rows)]
+    if shown:
+        margin = 0.1 * (max(shown) - min(shown)) + 0.02
+        panels[0].set_ylim(min(shown) - margin, max(shown) + margin)
     panels[0].set_ylabel(unit)
     panels[0].legend(fontsize='small')
     return figure
-
-
-def _read_bits(folder: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Return the rows of steps.csv and of summary.csv."""
-    for name in ('steps.csv', 'summary.csv'):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f'expected the folder of a run with steps.csv and summary.csv, got {folder} without {name}'
-            )
-    return _read_numbers(folder / 'steps.csv'), read_history(folder / 'summary.csv')
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
@@ -153,10 +134,3 @@ def _smoothed(values: Sequence[float]) -> list[float]:
         mean = weight * mean + (1 - weight) * value
         smooth.append(mean / (1 - weight**number))
     return smooth
-
-
-def _ends(steps: Sequence[Mapping[str, float]], epochs: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the bits that a picture should show: those after the first tenth of the updates, and all evaluations."""
-    smooth = _smoothed([row['loss'] / math.log(2) for row in steps])[len(steps) // 10 :]
-    evaluated = [row[key] for row in epochs for key in ('eval_bits', 'eval_ema_bits') if key in row]
-    return [*smooth, *(value for value in evaluated if not math.isnan(value))]

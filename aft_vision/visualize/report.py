@@ -1,7 +1,6 @@
 """The sections of a report on a model: accuracy, training, photographs, and the mixers of an AFT model."""
 
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -16,12 +15,10 @@ from aft_vision.data.images import Decoding
 from aft_vision.layers import AFTMixer, token_mixers
 from aft_vision.sizes import default_size
 from aft_vision.visualize.accuracy import (
-    MAX_CLASSES,
     LabelledPrediction,
     by_class,
     class_rows,
     confused_classes,
-    draw_classes,
     draw_confusions,
     draw_examples,
     interval,
@@ -32,6 +29,7 @@ from aft_vision.visualize.accuracy import (
 from aft_vision.visualize.attention import (
     attention_heads,
     draw_attention,
+    draw_key_maps,
     draw_relative_attention,
     relative_attention,
 )
@@ -39,7 +37,6 @@ from aft_vision.visualize.biases import bias_statistics, draw_position_biases
 from aft_vision.visualize.capture import MixerInputs, capture_mixers, has_keys, has_token_grid, token_grid
 from aft_vision.visualize.figure import evenly_spaced, figure_png
 from aft_vision.visualize.history import draw_history
-from aft_vision.visualize.keys import draw_key_maps
 from aft_vision.visualize.page import definitions, paragraph, picture, table
 from aft_vision.visualize.photographs import (
     Photograph,
@@ -110,8 +107,8 @@ class Report:
     @cached_property
     def answers(self) -> list[LabelledPrediction]:
         """Return the predictions on the labelled images."""
-        options = (self.size, self.skipped, self.folder, self.decoding, self.truths)
-        return predict_labelled(self.model, self.labelled, *options)
+        truths = {path: self.truths[path] for path in self.labelled}
+        return predict_labelled(self.model, truths, self.size, self.skipped, self.decoding)
 
 
 def report_sections(report: Report) -> list[Section]:
@@ -183,30 +180,16 @@ def _accuracy_section(report: Report) -> str:
     mean = sum(map(share_right, classes.values())) / len(classes)
     height, width = report.size or default_size(report.model)
     unseen = [name for index, name in enumerate(names) if index not in classes]
-    parts = [
-        paragraph(
-            f'Top-1 {100 * share:.1f}% ({100 * low:.1f} to {100 * high:.1f}%), the mean over classes '
-            f'{100 * mean:.1f}%, on {len(answers)} images whose folders are named after classes. The model sees all at '
-            f'{height} \u00d7 {width} pixels. Intervals are those of 95 % (Wilson).'
-            + (
-                f' {len(unseen)} of {len(names)} classes have no image here: {list_names(unseen, 10)}.'
-                if unseen
-                else ''
-            )
-            + (f' {report.skipped.describe()}.' if report.skipped.paths else '')
-        )
-    ]
-    if len(classes) > 1:
-        drawn, by = list(classes), 'class'
-        if len(drawn) > MAX_CLASSES:
-            drawn = drawn[: MAX_CLASSES // 2] + drawn[-MAX_CLASSES // 2 :]
-            by = f'class: the {MAX_CLASSES} lowest and highest of {len(classes)}'
-        figure = draw_classes({truth: classes[truth] for truth in drawn}, names, by, share)
-        alt = f'Top-1 by {by}, with intervals of 95 %: {len(drawn)} classes, with their images in brackets'
-        parts.append(picture(figure_png(figure), alt))
+    words = paragraph(
+        f'Top-1 {100 * share:.1f}% ({100 * low:.1f} to {100 * high:.1f}%), the mean over classes '
+        f'{100 * mean:.1f}%, on {len(answers)} images whose folders are named after classes. The model sees all at '
+        f'{height} \u00d7 {width} pixels. Intervals are those of 95 % (Wilson).'
+        + (f' {len(unseen)} of {len(names)} classes have no image here: {list_names(unseen, 10)}.' if unseen else '')
+        + (f' {report.skipped.describe()}.' if report.skipped.paths else '')
+    )
     columns = ['class', 'images', 'top-1', 'interval', 'precision', 'mostly taken for']
     caption = 'Lowest first. Precision is the share of right answers among all predictions of the class.'
-    return ''.join([*parts, table(caption, columns, class_rows(classes, names)), _examples(report)])
+    return words + table(caption, columns, class_rows(classes, names)) + _examples(report)
 
 
 def _examples(report: Report, columns: int = 6) -> str:
@@ -258,10 +241,6 @@ def _worst_section(report: Report, count: int = 12, columns: int = 6) -> str:
     return words + picture(_answers_png(report, rows), alt) + listed
 
 
-def _decimals(value: float) -> str:
-    return 'none' if math.isnan(value) else f'{value:.3f}'
-
-
 def _bias_section(report: Report) -> str:
     heads = report.max_heads if report.before is None else max(1, report.max_heads // 2)
     figure = draw_position_biases(report.model, heads, before=report.before)
@@ -275,7 +254,11 @@ def _bias_section(report: Report) -> str:
         cells = [
             text
             for row in layer
-            for text in (_decimals(row['entropy']), f'{100 * row["unbiased"]:.1f}%', f'{row["largest"]:.2f}')
+            for text in (
+                f'{row["entropy"]:.3f}'.replace('nan', 'none'),
+                f'{100 * row["unbiased"]:.1f}%',
+                f'{row["largest"]:.2f}',
+            )
         ]
         rows.append([str(layer[-1]['layer']), *cells])
     uniform = statistics[-1][0]['uniform']

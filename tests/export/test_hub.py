@@ -123,33 +123,18 @@ def test_a_padding_run_is_exported_at_its_size(tmp_path):
     assert default_size(load_model(tmp_path / 'hub')) == (100, 100)
 
 
-@pytest.mark.parametrize('change', ['prune', 'depth', 'norm', 'hybrid'])
-def test_a_model_that_was_changed_is_exported_as_it_is(tmp_path, change):
-    more: dict[str, Any] = {'depth': 3, 'attention_blocks': [0, 2]} if change == 'hybrid' else {'depth': 2}
-    model: Any = make_aft(**more)
-    changed: Any = prune(model, 0.1) if change == 'prune' else model
-    if change != 'prune':
-        changed.prune_intermediate_layers([0], prune_norm=change == 'norm', prune_head=False)
-        assert len(changed.blocks) == 1
+def test_a_model_that_was_pruned_is_exported_as_it_is(tmp_path):
+    changed = prune(make_aft(), 0.1)
     export_model(changed, tmp_path / 'export', ['boot', 'hat'])
     loaded = timm.create_model(f'local-dir:{tmp_path / "export"}', pretrained=True).eval()
     images = torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
     assert torch.equal(loaded(images), changed(images))
 
 
-def test_a_shortened_model_that_was_made_without_arguments_is_exported_as_it_is(tmp_path):
-    model: Any = timm.create_model('aft_conv_nano', pretrained=True).eval()
-    model.prune_intermediate_layers([1], prune_head=False)
-    export_model(model, tmp_path / 'export', [])
-    loaded = timm.create_model(f'local-dir:{tmp_path / "export"}', pretrained=True).eval()
-    images = torch.randn(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(loaded(images), model(images))
-
-
 def test_a_model_that_timm_cannot_rebuild_is_an_error_and_not_exported(tmp_path):
     pyramid: Any = timm.create_model('aft_pyramid_nano', num_classes=0)
     pyramid.prune_intermediate_layers([1])
-    with pytest.raises(ValueError, match=r'a model that timm can rebuild.* missing: stages'):
+    with pytest.raises(ValueError, match=r'a model that timm can rebuild.* Missing key.* "stages'):
         export_model(pyramid, tmp_path / 'export', [])
     assert not (tmp_path / 'export').exists()
 

@@ -25,7 +25,7 @@ from aft_vision.export import (
     program,
     quantize_onnx,
 )
-from aft_vision.export.verify import Check, check_logits, onnx_runner
+from aft_vision.export.verify import Check, onnx_runner
 from aft_vision.sizes import takes_any_size
 from aft_vision.visualize import load_image
 
@@ -287,20 +287,6 @@ def test_a_file_that_differs_is_not_written(tmp_path):
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [('model.pt2', b'the previous one')]
 
 
-def test_logits_that_are_all_0_are_those_of_the_model():
-    zeros = torch.zeros(2, 5)
-    assert check_logits(zeros, zeros, (32, 32), 1e-5).difference == 0
-
-
-def test_large_matrices_are_announced(monkeypatch):
-    monkeypatch.setattr(program, 'LARGE_MATRICES', 8 * 16**2 * 4 - 1)
-    model = make()
-    shape = choose_shape(model, (32, 32), fixed_size=True, lowering='matmul')
-    with pytest.warns(UserWarning, match="lowering='matmul' keeps 0 MiB of matrices, h T T floats a layer"):
-        program.fold(model, shape, 'matmul')
-    assert program.matrix_bytes(model, (32, 48)) == 8 * 24**2 * 4
-
-
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(program.importlib.util, 'find_spec', lambda name: None if name == 'onnxscript' else object())
     with pytest.raises(ImportError, match=r"ONNX needs onnxscript: pip install 'aft-vision\[export\]'"):
@@ -312,7 +298,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     [
         ('aft_conv_tiny', {'size': (30, 32)}, r'multiples of the patch size \(8, 8\), got \(30, 32\)'),
         ('aft_conv_tiny', {'lowering': 'matmul'}, 'expected a fixed size, got a dynamic one'),
-        ('aft_conv_tiny', {'lowering': 'fft'}, "lowering must be one of conv, matmul, got 'fft'"),
+        ('aft_conv_tiny', {'lowering': 'fft'}, "expected an AFT-conv for lowering='fft'"),
         ('aft_conv_tiny', {'batch': 0}, 'expected a batch of at least 1 image, got 0'),
         (
             'aft_full_tiny',
@@ -342,12 +328,12 @@ def test_an_onnx_file_of_resampled_biases_takes_any_size_and_one_row_or_column_o
     pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')
     model, path = make('aft_axial_tiny', resample_bias=True, local_conv=True), tmp_path / 'model.onnx'
-    export_onnx(model, path, opset=program.NEWEST_OPSET)
+    export_onnx(model, path, opset=25)
     run = onnx_runner(path)
     for size in (*SIZES, (8, 48), (32, 8), (8, 8)):
         assert_equal(model, run, 2, size)
     opsets = {each.domain: each.version for each in onnx.load(path).opset_import}
-    assert opsets[''] == program.NEWEST_OPSET
+    assert opsets[''] == 25
 
 
 def test_a_padding_model_of_half_precision_is_exported_in_single_at_its_size_or_for_all_of_whole_patches(tmp_path):
@@ -379,13 +365,12 @@ def test_more_weights_than_a_file_holds_are_rejected(tmp_path, monkeypatch):
         export_onnx(make(), tmp_path / 'model.onnx')
 
 
-@pytest.mark.parametrize('opset', [program.OLDEST_OPSET - 1, program.NEWEST_OPSET + 1])
-def test_an_operator_set_that_torch_replaces_by_another_is_rejected(opset, tmp_path, caplog):
+@pytest.mark.parametrize('opset', [17, 26])
+def test_an_operator_set_that_torch_replaces_by_another_is_rejected(opset, tmp_path):
     pytest.importorskip('onnxruntime')
     pytest.importorskip('onnxscript')
-    with pytest.raises(ValueError, match=f'an operator set from 18 to 25, got opset={opset}'):
+    with pytest.raises(ValueError, match=f'got opset={opset}, for which it writes'):
         export_onnx(make(), tmp_path / 'model.onnx', opset=opset)
-    assert not caplog.text
     assert not any(tmp_path.iterdir())
 
 

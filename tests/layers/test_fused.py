@@ -213,25 +213,16 @@ def test_scripted_traced_and_exported_convolutions_are_those_of_torch(kind: str)
 @needs_onednn
 @pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('make', [lambda: torch.randn(2 * WIDTH)[::2], lambda: torch.ones(1).expand(WIDTH)])
-def test_a_bias_of_any_strides_is_added(onednn: None, make: Callable[[], Tensor], compiled: bool):
-    layer, x = make_linear(), randn(ROWS, WIDTH).float()
-    layer.bias = nn.Parameter(make())
-    with torch.no_grad():
-        call = compile_eagerly(layer) if compiled else layer
-        call(x)
-        found = call(x)
-    assert_close(found, F.linear(x.double(), layer.weight.double(), layer.bias.double()).detach(), 1e-6)
-
-
-@needs_onednn
-@pytest.mark.parametrize('make', [lambda: torch.randn(48)[::2], lambda: torch.ones(1).expand(24)])
-def test_a_convolution_adds_a_bias_of_any_strides(make: Callable[[], Tensor]):
-    layer, x = nn.Conv2d(16, 24, 3), randn(2, 16, 9, 11).float()
+@pytest.mark.parametrize('kind', [nn.Linear, nn.Conv2d])
+def test_a_bias_of_any_strides_is_added(onednn: None, kind: Any, make: Callable[[], Tensor], compiled: bool):
+    layer = kind(WIDTH, WIDTH).eval() if kind is nn.Linear else kind(16, WIDTH, 3).eval()
+    x = randn(ROWS, WIDTH).float() if kind is nn.Linear else randn(2, 16, 9, 11).float()
     layer.bias = nn.Parameter(make())
     quick = fuse(layer)
     with torch.no_grad():
+        call = compile_eagerly(quick) if compiled else quick
         for _ in range(3):
-            assert_close(quick(x), copy.deepcopy(layer).double()(x.double()), 1e-6)
+            assert_close(call(x), copy.deepcopy(layer).double()(x.double()), 1e-6)
 
 
 @needs_onednn
@@ -253,19 +244,6 @@ def test_no_columns_and_no_onednn_are_those_of_torch(onednn: None):
     layer, x = packed_linear(), randn(ROWS, WIDTH).float()
     with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
         assert not multiplies_by_onednn(lambda: layer(x))
-
-
-@needs_onednn
-@pytest.mark.parametrize(
-    ('x', 'message'),
-    [
-        (torch.ones(ROWS, WIDTH // 2), 'shapes cannot be multiplied'),
-        (torch.ones(ROWS, WIDTH, dtype=torch.bfloat16), 'same dtype'),
-    ],
-)
-def test_wrong_inputs_have_the_errors_of_torch(onednn: None, x: Tensor, message: str):
-    with torch.no_grad(), pytest.raises(RuntimeError, match=message):
-        packed_linear()(x)
 
 
 CALLS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
@@ -361,20 +339,3 @@ def test_hooks_and_parameters_of_a_layer_stay(onednn: None):
     assert all(x is y for x, y in zip(block.parameters(), parameters, strict=True))
     block(torch.zeros(1, 4, 64))
     assert seen == ['fc1']
-
-
-@needs_onednn
-@pytest.mark.usefixtures('onednn')
-@pytest.mark.filterwarnings('ignore::DeprecationWarning', 'ignore::UserWarning')
-def test_layers_that_were_quantised_before_stay_so():
-    model = nn.Sequential(make_linear(), nn.Linear(WIDTH, WIDTH)).eval()
-    plain = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(WIDTH, WIDTH)).eval(), {nn.Linear})
-    x = randn(3, WIDTH).float()
-    expected = plain(x)
-    fuse_linear(plain)
-    assert torch.equal(plain(x), expected)
-    assert 'quantized' in type(plain[0]).__module__
-    # The other way torch skips what is fused.
-    kinds = [type(layer) for layer in torch.ao.quantization.quantize_dynamic(model, {nn.Linear})]
-    assert kinds[0] is FusedLinear
-    assert 'quantized' in kinds[1].__module__

@@ -5,14 +5,11 @@ from typing import Any
 import pytest
 import timm
 import torch
-from helpers import CLOTHING, assert_close, link_photographs, randn
-from timm.data import NaFlexMixup, create_dataset
+from helpers import CLOTHING, assert_close, randn
+from timm.data import create_dataset
 from timm.data.naflex_dataset import NaFlexCollator
 from timm.data.naflex_loader import create_naflex_loader
 from timm.data.naflex_transforms import Patchify
-from timm.loss import SoftTargetCrossEntropy
-from timm.optim import create_optimizer_v2
-from timm.utils import ModelEmaV3, accuracy
 from torch import Tensor
 
 import aft_vision  # noqa: F401
@@ -148,56 +145,13 @@ def test_a_batch_of_long_and_high_images_is_computed_with_little_padding(monkeyp
         assert_close(row, model(image)[0], 1e-10)
 
 
-def test_two_epochs_by_timms_naflex_loaders_mixup_and_average(tmp_path):
-    # The parts that timm's train.py puts together.
-    link_photographs(tmp_path, 3, 1, classes=3)
-    common: dict[str, Any] = dict(
-        patch_size=8, num_workers=0, persistent_workers=False, pin_memory=False, device=torch.device('cpu')
-    )
-    loader = create_naflex_loader(
-        create_dataset('', str(tmp_path), split='train'),
-        train_seq_lens=(16, 32),
-        batch_size=3,
-        is_training=True,
-        mixup_fn=NaFlexMixup(num_classes=5, label_smoothing=0.1),
-        re_prob=0.5,
-        **common,
-    )
-    evaluation = create_naflex_loader(
-        create_dataset('', str(tmp_path), split='validation'), max_seq_len=32, batch_size=2, **common
-    )
-    torch.manual_seed(0)
-    model = timm.create_model('aft_conv_tiny', **{**SMALL, **MODELS['aft_conv_tiny']})
-    before = model.patch_embed.proj.weight.clone()
-    optimizer, loss_function = create_optimizer_v2(model, 'adamw', lr=1e-3), SoftTargetCrossEntropy()
-    averaged, images = ModelEmaV3(model, decay=0.5), 0
-    for epoch in range(2):
-        loader.dataset.set_epoch(epoch)
-        model.train()
-        for batch, targets in loader:
-            optimizer.zero_grad()
-            loss = loss_function(model(batch), targets)
-            loss.backward()
-            optimizer.step()
-            averaged.update(model)
-            images += len(targets)
-            assert loss.isfinite()
-    assert images == 18
-    assert not torch.equal(model.patch_embed.proj.weight, before)
-    assert not torch.equal(averaged.module.patch_embed.proj.weight, model.patch_embed.proj.weight)
-    with torch.inference_mode():
-        for batch, targets in evaluation:
-            top1, top5 = accuracy(averaged.module.eval()(batch), targets, topk=(1, 5))
-            assert 0 <= top1 <= top5 == 100
-
-
 def test_what_does_not_fit_is_rejected():
     model, batch = build('aft_conv_tiny'), collate(images_of((2, 2)), 4)
     with pytest.raises(ValueError, match='got no patch_valid'):
         model({'patches': batch['patches'], 'patch_coord': batch['patch_coord']})
     with pytest.raises(ValueError, match=r'8 x 8 pixels of 3 channels, got \[1, 4, 768\]'):
         model({**batch, 'patches': torch.zeros(1, 4, 768)})
-    with pytest.raises(ValueError, match=r'patch_valid be a bool \(1, 4\)'):
+    with pytest.raises(ValueError, match='a bool patch_valid must have'):
         model({**batch, 'patch_valid': batch['patch_valid'].float()})
     with pytest.raises(ValueError, match="must be 'NLC', got 'NCHW'"):
         model.forward_intermediates(batch)

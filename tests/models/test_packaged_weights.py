@@ -100,20 +100,6 @@ def test_one_channel_sees_what_three_equal_ones_do(name, file):
     torch.testing.assert_close(model(grey), expected, rtol=0, atol=2e-4)
 
 
-def test_channels_and_patches_change_together(file):
-    model = create('aft_conv_nano', file['aft_conv_nano'], in_chans=1, patch_size=16)
-    grey, three = create('aft_conv_nano', file['aft_conv_nano'], patch_size=16), images(channels=1)
-    torch.testing.assert_close(model(three), grey(three.expand(-1, 3, -1, -1)), rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize('name', ['aft_full_nano', 'aft_simple_nano'])
-def test_another_size_resamples_what_depends_on_it(name, file):
-    larger = create(name, file[name], img_size=128)
-    resized = create(name, file[name])
-    resized.set_input_size(128)
-    torch.testing.assert_close(larger(images(side=128)), resized(images(side=128)), rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize(('name', 'classes'), [('aft_conv_nano', 10), ('aft_pyramid_pico', 210)])
 def test_an_untrained_model_has_no_names_of_classes(name, classes):
     assert class_names(create(name)) == [f'class {i}' for i in range(classes)]

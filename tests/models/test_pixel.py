@@ -119,13 +119,12 @@ def test_a_decoder_with_numbers_of_numpy_is_read_back(tmp_path: Path):
         (b'junk\n', 'expected a whole file of weights, got .*, which is damaged or of another kind$'),
         ({'state_dict': {}}, r"'model_args', 'state_dict', 'task'.* got \['state_dict'\]"),
         ({'state_dict': {}, 'task': 'pixel', 'model_args': {'name': 'resnet50', 'kwargs': {}}}, "got 'resnet50'"),
-        ({'state_dict': {}, 'task': 'pixel', 'model_args': {'kwargs': {}}}, 'model_args with name and kwargs'),
         (
             {'state_dict': {}, 'task': 'char', 'model_args': {'name': 'aft_simple_char', 'kwargs': dict(depth=1)}},
-            'got those of another architecture: 1[0-9] missing: start_embed',
+            'Missing key.*start_embed',
         ),
     ],
-    ids=['bytes', 'unknown byte', 'keys', 'name', 'arguments', 'weights'],
+    ids=['bytes', 'unknown byte', 'keys', 'name', 'weights'],
 )
 def test_a_file_that_is_no_checkpoint_is_named(content: Any, message: str, tmp_path: Path):
     path = tmp_path / 'model.pt'

@@ -10,7 +10,7 @@ from helpers import assert_close, generator, pretend_terminal, randn
 from small_decoders import FORMS, create, draw_tokens
 from torch import Tensor
 
-from aft_vision.models import AFTDecoder, Session, session
+from aft_vision.models import AFTDecoder, Session
 from aft_vision.models.session import filter_logits
 
 RULES = [dict(), dict(temperature=0.5), dict(top_k=2), dict(top_p=0.7), dict(temperature=1.5, top_k=3, top_p=0.8)]
@@ -242,13 +242,6 @@ REJECTED = [
 def test_a_wrong_argument_is_named(kwargs: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         create().sample(**kwargs)
-
-
-def test_the_rules_are_checked_once_where_sampling_begins(monkeypatch):
-    checked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(session, 'check_rules', lambda *rules: checked.append(rules))
-    create().session(1).sample(5, top_k=2)
-    assert checked == [(1.0, 2, None)]
 
 
 def test_a_mask_of_another_shape_is_named():

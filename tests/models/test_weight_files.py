@@ -7,12 +7,10 @@ import pytest
 import timm
 import torch
 from helpers import save_model
-from safetensors.torch import load_file, save_file
 
 from aft_vision.export import export_model
-from aft_vision.models.checkpoint import load_model, read_checkpoint
+from aft_vision.models.checkpoint import load_model, load_source, read_checkpoint
 from aft_vision.models.decoders import create_decoder, load_decoder, save_decoder
-from aft_vision.models.transfer_source import load_source
 
 KWARGS = dict(depth=1, embed_dim=16, patch_size=8, num_heads=2, kernel_size=3, num_classes=3)
 
@@ -79,12 +77,3 @@ def test_an_export_with_damaged_weights_is_named(checkpoint, tmp_path, damage):
     for read in (load_model, load_source):
         with pytest.raises(ValueError, match=r'got .*export'):
             read(tmp_path / 'export')
-
-
-def test_weights_with_the_checksum_of_an_earlier_version_are_read(checkpoint, tmp_path):
-    export_model(load_model(checkpoint), tmp_path / 'export', ['a', 'b', 'c'])
-    weights = tmp_path / 'export' / 'model.safetensors'
-    save_file(load_file(weights), weights, {'format': 'pt', 'crc32': '00000000'})
-    expected = load_model(checkpoint).state_dict()
-    for name, x in load_model(tmp_path / 'export').state_dict().items():
-        assert torch.equal(x, expected[name])

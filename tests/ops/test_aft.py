@@ -259,39 +259,6 @@ def test_aft_onehot_equals_float64_on_either_side_of_its_bound_for_cancellation(
     assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs, dtype)
 
 
-@pytest.mark.parametrize('weight', [-30.0, -2.0, 0.5, 55.0, 65.0])
-def test_the_quick_and_the_exact_form_of_aft_onehot_agree(monkeypatch: pytest.MonkeyPatch, weight: float):
-    inputs = make_inputs('aft_onehot', (6, 5), 6, 2, 3) | {'weight': torch.full((3,), weight, dtype=torch.float64)}
-    leaves = [inputs[name].requires_grad_() for name in ('q', 'k', 'v', 'weight')]
-    assert cancelled_sources(inputs) is None
-    quick = ops.aft_onehot(**inputs)
-    grads = torch.autograd.grad(quick.sum(), leaves)
-    # Every largest key is left to the softmax.
-    monkeypatch.setattr('aft_vision.ops.conv.onehot.CANCELLATION', 0.0)
-    monkeypatch.setattr('aft_vision.ops.conv.onehot.LARGEST_LOGIT', 64.0)
-    assert torch.equal(cancelled_sources(inputs), inputs['k'] == inputs['k'].amax(1, keepdim=True))
-    exact = ops.aft_onehot(**inputs)
-    assert_close(quick, exact, 1e-12)
-    floor = grads[2].norm().item()
-    for got, expected in zip(grads, torch.autograd.grad(exact.sum(), leaves), strict=True):
-        assert_close(got, expected, 1e-11, floor=floor)
-
-
-@pytest.mark.parametrize('masked', [False, True], ids=['whole', 'masked'])
-def test_only_largest_keys_that_cancel_are_left_to_the_softmax(masked: bool):
-    inputs = make_inputs('aft_onehot', (6, 5), 6, 2, 3) | {
-        'weight': torch.tensor([-50.0, 0.0, -50.0], dtype=torch.float64)
-    }
-    inputs['k'][:, 7, :2], inputs['k'][:, 8, 2] = 200.0, 2.5
-    mask = torch.ones(2, 30, dtype=torch.bool)
-    if masked:
-        mask[0, 7] = False
-    expected = torch.zeros(2, 30, 3, dtype=torch.bool)
-    expected[int(masked) :, 7, 0] = True
-    assert torch.equal(cancelled_sources(inputs | {'mask': mask}), expected)
-    assert_matches_reference(ops.aft_onehot, reference.aft_onehot, inputs | {'mask': mask}, nasty=True)
-
-
 @pytest.mark.parametrize('weight', [-50.0, 3.0, 200.0])
 def test_chunks_of_aft_onehot_equal_the_whole_batch(monkeypatch: pytest.MonkeyPatch, weight: float):
     q, k, v = make_qkv(B=5, T=12, D=6, heads=3)

@@ -27,7 +27,6 @@ from torch._dynamo.testing import CompileCounter
 
 from aft_vision import ops
 from aft_vision.ops import reference
-from aft_vision.ops.causal import eager
 from aft_vision.ops.decode import eager as decode
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -220,20 +219,6 @@ def test_a_step_with_a_key_of_minus_infinity_counts_for_nothing(name: str, backe
         assert_close(run_chunks(inputs, chunks, torch.float32, backend=backend), expected, 1e-5)
 
 
-@pytest.mark.parametrize('key', [math.nan, -math.inf])
-@pytest.mark.parametrize('backend', ['eager', 'auto'])
-@pytest.mark.parametrize('name', NAMES)
-def test_targets_that_see_no_key_are_not_repaired(monkeypatch: pytest.MonkeyPatch, name: str, backend: str, key: float):
-    calls = []
-    whole = eager.joint_softmax
-    monkeypatch.setattr(eager, 'joint_softmax', lambda *x: calls.append(x) or whole(*x))
-    inputs = {key: x.float().requires_grad_() for key, x in make_inputs(name, 70, s=20).items()}
-    y = getattr(ops, name)(**inputs | {'k': torch.full_like(inputs['v'], key).requires_grad_()}, backend=backend)
-    y.sum().backward()
-    assert not calls
-    assert y.isnan().all() if math.isnan(key) else not y.any()
-
-
 @pytest.mark.parametrize('form', FORMS)
 @pytest.mark.parametrize('s', [0, 3])
 def test_a_large_value_under_a_high_key_leaves_earlier_targets_alone(form: str, s: int):
@@ -270,15 +255,6 @@ def test_steps_and_chunks_of_nothing_give_nothing(batch: int, dim: int, dtype: t
     inputs = dict(zip('qkv', torch.zeros(3, batch, 9, dim, dtype=dtype), strict=True))
     for bias in ({'band': torch.zeros(9, 3, dtype=dtype)}, {}):
         assert run_chunks(inputs | bias, [1, 1, 4, 1, 1, 1], dtype).shape == (batch, 9, dim)
-
-
-@pytest.mark.parametrize('form', ['prefill', 'steps'])
-def test_steps_that_see_keys_of_minus_infinity_alone_give_zero(form: str):
-    k = column(*[float('-inf')] * 4, 0.0, 1.0)
-    v = column(1, 2, 3, 4, 5, 6)
-    expected = column(0, 0, 0, 0, 5, (5 + 6 * math.e) / (1 + math.e))
-    for bias in ({'band': torch.zeros(6, 2)}, {}):
-        assert_close(run_form(form, {'k': k, 'v': v} | bias), expected, 1e-6)
 
 
 @pytest.mark.parametrize('jump', [18.0, 59.0])
@@ -520,32 +496,15 @@ def step_calls(state: ops.SimpleState | ops.LocalState) -> dict[str, Callable[[]
     }
 
 
-def wrong_parts(state: ops.SimpleState | ops.LocalState) -> list[tuple[str, Tensor]]:
-    """Parts of a state with one thing wrong each: dtype, shape or device."""
-    found = []
+@pytest.mark.parametrize('change', [Tensor.bfloat16, lambda x: x[None], lambda x: x.to('meta')])
+@pytest.mark.parametrize('state', [ops.aft_simple_state(2, 6), ops.aft_local_state(2, 6, 3)], ids=['simple', 'local'])
+def test_a_part_of_a_state_that_does_not_match_is_named(state: Any, change: Callable[[Tensor], Tensor]):
     for name, x in state._asdict().items():
-        dtypes = [torch.bfloat16, torch.int32] if x.is_floating_point() else [torch.float32, torch.int32]
-        found += [(name, x.to(dtype)) for dtype in dtypes]
-        found += [(name, x[None]), (name, x.to('meta'))]
-        found += [(name, x[:1]), (name, x[..., :-1])] if x.ndim else []
-    return found
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize('make', [lambda *x: ops.aft_simple_state(*x), lambda *x: ops.aft_local_state(*x[:2], 3, x[2])])
-def test_a_part_of_a_state_that_does_not_match_is_named(make: Callable[..., Any], dtype: torch.dtype):
-    state = make(2, 6, dtype)
-    for call in step_calls(state).values():
-        call()
-    for name, part in wrong_parts(state):
-        wrong = state._replace(**{name: part})
-        before = [x.clone() for x in wrong if x.device.type != 'meta']
         # Against a wrong reference it is another part that does not match.
         named = r'\w+' if name == 'reference' else name
-        for call in step_calls(wrong).values():
+        for call in step_calls(state._replace(**{name: change(x)})).values():
             with pytest.raises(ValueError, match=rf'state\.{named} must be .*, got '):
                 call()
-        assert all(map(torch.equal, before, [x for x in wrong if x.device.type != 'meta']))
 
 
 @pytest.mark.parametrize('name', ['aft_simple_step', 'aft_local_step'])

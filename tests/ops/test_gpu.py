@@ -3,7 +3,7 @@
 pytest -m gpu                  # with further shapes, a CUDA graph and torch.compile; -n 8 compiles in parallel
 pytest -m 'gpu and not slow'   # the shapes of models
 
-Without a GPU, the comparisons themselves are tested in Triton's interpreter.
+Without a GPU, the comparisons themselves run once in Triton's interpreter.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,9 @@ SHAPES: dict[str, list[tuple[Any, ...]]] = {
         *((*IMAGE, 1, 11), (*IMAGE, 24, 11), (2, (14, 14), 384, 1, 11), (3, (11, 30), 24, 6, 5)),
         *(SMALL, (2, (7, 10), 48, 6, 17), (2, (7, 10), 48, 1, 3), (9, (7, 10), 48, 1, 17)),
     ],
-    'onehot': [(*IMAGE, 1, 11), (*IMAGE, 24, 11), SMALL],
     # Also more sequences, heads of several channels, larger grids.
     'axial': [
-        *((*IMAGE, 1, 14), (*IMAGE, 24, 14), (2, (48, 64), 384, 24, 14)),
+        *((*IMAGE, 1, 14), (*IMAGE, 24, 14), (2, (32, 32), 384, 24, 14)),
         *(SMALL, (9, (7, 10), 48, 1, 17), (2, (7, 10), 48, 4, 17), (2, (7, 20), 48, 4, 17)),
     ],
     'local_causal': [(*TEXT, 1, 32), (*TEXT, 1, 256), SMALL],
@@ -43,8 +42,7 @@ FURTHER_SHAPES: dict[str, list[tuple[Any, ...]]] = {
     'full': [(1, (1, 197), 192, 1, 1), (3, (1, 131), 50, 1, 1), (2, (1, 2048), 64, 1, 1)],
     'simple': [(1, (14, 14), 192, 1, 1), (3, (9, 15), 50, 1, 1), (2, (128, 256), 64, 1, 1)],
     'conv': [(1, (14, 14), 192, 1, 11), (3, (9, 15), 50, 5, 7), (2, (48, 64), 32, 1, 11), (9, (48, 64), 32, 1, 11)],
-    'onehot': [(1, (14, 14), 192, 1, 11), (3, (9, 15), 50, 5, 7), (2, (48, 64), 32, 1, 11)],
-    'axial': [(1, (14, 14), 192, 6, 14), (3, (9, 15), 50, 5, 7), (2, (32, 32), 64, 1, 14), (2, (3, 300), 32, 32, 300)],
+    'axial': [(1, (14, 14), 192, 6, 14), (3, (9, 15), 50, 5, 7), (2, (32, 32), 64, 1, 14)],
     'local_causal': [(1, (1, 1024), 256, 1, 32), (3, (1, 333), 50, 1, 77), (2, (1, 16384), 64, 1, 256)],
     'simple_causal': [(1, (1, 1024), 256, 1, 1), (3, (1, 333), 50, 1, 1), (2, (1, 65536), 64, 1, 1)],
 }
@@ -147,67 +145,7 @@ def test_a_second_call_a_compiled_one_and_a_graph_give_the_same_bits(
     assert changed_parts(name, types, triton_device, Shape(*SHAPES[name][0]), again) == []
 
 
-# Enough for the interpreter; the second of AFT-axial's takes products along each axis.
-TINY = [(name, Shape(1, (2, 3), 2, 1, 3)) for name in KERNELS] + [('axial', Shape(1, (3, 5), 2, 1, 3))]
-
-
-@pytest.mark.parametrize(('name', 'shape'), TINY)
-def test_a_broken_kernel_of_each_operation_is_found(
-    name: str, shape: Shape, triton_device: str, monkeypatch: pytest.MonkeyPatch
-):
-    assert_kernels_agree(name, (torch.float32,), triton_device, shape)
-    form = find_operation(name)[1]
-    forward = form.forward
-    monkeypatch.setattr(form, 'forward', lambda *x: (1.1 * (found := forward(*x))[0], *found[1:]))
-    with pytest.raises(AssertionError, match='y: relative error'):
-        assert_kernels_agree(name, (torch.float32,), triton_device, shape)
-
-
-def skip_last(x: Tensor) -> Tensor:
-    return x.index_fill(1, torch.tensor([x.shape[1] - 1], device=x.device), float('nan'))
-
-
-@pytest.mark.parametrize(
-    ('change', 'i', 'function', 'reason'),
-    [
-        (lambda x: x * 1.001, 0, 'simple_forward', 'y: relative error'),
-        (skip_last, 0, 'simple_forward', 'y: not finite'),
-        (lambda x: x + 1e-3, 2, 'simple_backward', 'dv: relative error'),
-    ],
-    ids=['wrong value', 'not written', 'wrong gradient'],
-)
-def test_a_wrong_result_is_found_by_its_name(
-    change: Callable[[Tensor], Tensor],
-    i: int,
-    function: str,
-    reason: str,
-    triton_device: str,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    from aft_vision.ops.simple import triton as simple
-
-    kernel = getattr(simple, function)
-    broken = lambda *args: tuple(change(x) if i == j else x for j, x in enumerate(kernel(*args)))  # noqa: E731
-    monkeypatch.setattr(simple, function, broken)
-    with pytest.raises(AssertionError, match=reason):
-        assert_kernels_agree('simple', (torch.float32,), triton_device, TINY[0][1])
-
-
-@pytest.mark.parametrize('again', [step, step_compiled])
-def test_bits_that_change_are_found(
-    again: Callable[..., list[Tensor]], triton_device: str, monkeypatch: pytest.MonkeyPatch
-):
-    from aft_vision.ops.simple import triton as simple
-
-    arguments = 'simple', (torch.float32,), triton_device, TINY[0][1], again
-    assert changed_parts(*arguments) == []
-    kernel, calls = simple.simple_forward, []
-
-    def drift(*args: object) -> tuple[Tensor, Tensor]:
-        calls.append(1)
-        y, saved = kernel(*args)
-        # Within the bounds.
-        return y + 1e-7 * len(calls), saved
-
-    monkeypatch.setattr(simple, 'simple_forward', drift)
-    assert changed_parts(*arguments) == ['y']
+def test_the_comparisons_run_in_the_interpreter(triton_device: str):
+    arguments = 'simple', (torch.float32,), triton_device, Shape(1, (2, 3), 2, 1, 3)
+    assert_kernels_agree(*arguments)
+    assert changed_parts(*arguments, step_compiled) == []

@@ -138,11 +138,6 @@ def test_a_backward_through_the_operator_has_the_same_gradients_as_a_straight_on
         assert_close(got, expected.double(), 1e-5)
 
 
-def test_the_error_of_an_unknown_backend_names_the_forms():
-    with pytest.raises(ValueError, match="one of auto, eager, cpp, triton, depthwise, wide, conv, aten, got 'narrow'"):
-        ops.aft_conv(*inputs_of('aft_conv'), backend='narrow')
-
-
 @pytest.mark.parametrize('backend', ['form full.cpp', 'cuda', ''])
 def test_an_unknown_backend_reaches_no_form(backend: str):
     q, k, v, bias = (x.detach() for x in inputs_of('aft_full')[:4])
@@ -284,21 +279,6 @@ def test_with_constant_weights_the_fastest_form_runs(
         call(q, k, v, *rest)
     call(q.requires_grad_(), k, v, *rest, weights=weights).sum().backward()
     assert len(asked) == 1
-
-
-@pytest.mark.cpp
-@pytest.mark.usefixtures('compiled')
-def test_no_more_sizes_are_known_by_heart_than_a_limit(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr('aft_vision.ops.constant_bias.MAX_SIZES', 3)
-    monkeypatch.setattr('aft_vision.ops.constant_bias.fastest', lambda subject, shape, ways: next(iter(ways)))
-    known: dict[object, object] = {}
-    monkeypatch.setattr(CONV, 'measured', known)
-    kernel = randn(2, 3, 3).float()
-    for tokens in range(1, 9):
-        q, k, v = (x.float() for x in make_qkv(B=1, T=tokens, D=6, heads=2))
-        with torch.no_grad():
-            ops.aft_conv(q, k, v, kernel, (1, tokens), weights=ops.bias_weights('aft_conv', kernel, v))
-        assert 0 < len(known) <= 3
 
 
 @pytest.mark.cpp

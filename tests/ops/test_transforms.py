@@ -1,8 +1,6 @@
 """Forward mode, the transforms of torch.func and dual tensors, against the reference in float64."""
 
 import functools
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +10,11 @@ import torch
 from helpers import BOUNDS, assert_close, generator, make_inputs, make_qkv, randn
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 import aft_vision  # noqa: F401, the import registers the models
 from aft_vision import ops
-from aft_vision.ops import aten, reference
+from aft_vision.ops import reference
 from aft_vision.ops.declaration import OPERATIONS
 
 # name -> (operation, inputs)
@@ -57,12 +55,6 @@ def assert_tangents_match(
     assert_close(slope, wanted[1], bound, 'tangent')
     assert slope.any()
     return slope
-
-
-@each_case
-def test_forward_mode_along_each_input_equals_float64(case: str):
-    for one in split(CASES[case][1], torch.float32)[0]:
-        assert_tangents_match(case, lambda name, one=one: name == one, torch.float32, BOUNDS[torch.float32][1])
 
 
 @each_case
@@ -129,21 +121,6 @@ def test_forward_mode_along_a_bias_keeps_the_digits_of_shifted_keys(case: str, s
     assert_close(slope, jvp(lambda x: getattr(reference, name)(**x, **fixed), (high,), (along,))[1], 1e-4)
 
 
-@each_case
-def test_the_batched_forward_mode_of_torch_autograd_equals_its_reverse_mode(case: str):
-    name, inputs = CASES[case]
-    moving, fixed = split(inputs, torch.float64)
-    names, values = list(moving), tuple(moving.values())
-
-    def run(*x: Tensor) -> Tensor:
-        return getattr(ops, name)(**dict(zip(names, x, strict=True)), **fixed)[:1, :3]
-
-    forward = torch.autograd.functional.jacobian(run, values, vectorize=True, strategy='forward-mode')
-    reverse = torch.autograd.functional.jacobian(run, values)
-    for found, expected in zip(forward, reverse, strict=True):
-        assert_close(found, expected, 1e-9)
-
-
 @pytest.mark.parametrize('case', ['aft_full_causal', 'aft_local_causal'])
 def test_forward_mode_along_a_bias_ignores_a_large_key_of_the_future(case: str):
     name, inputs = CASES[case]
@@ -202,20 +179,6 @@ def test_dual_tensors_equal_jvp(case: str, requires_grad: bool):
         assert_close(found, wanted, 1e-12)
 
 
-def test_dual_tensors_free_what_they_saved():
-    q, k, v = make_qkv()
-    bias = randn(12, 12).requires_grad_()
-    gc.disable()
-    try:
-        with forward_ad.dual_level():
-            y = ops.aft_full(q, k, forward_ad.make_dual(v, v), bias)
-            seen = weakref.ref(y)
-            del y
-        assert seen() is None
-    finally:
-        gc.enable()
-
-
 @each_case
 def test_the_transforms_of_torch_func_equal_autograd(case: str):
     name, inputs = CASES[case]
@@ -233,20 +196,6 @@ def test_the_transforms_of_torch_func_equal_autograd(case: str):
             assert_close(x, expected[n], 1e-12, f'{transform} {n}')
 
 
-@pytest.mark.parametrize('case', ['aft_full', 'aft_conv', 'aft_onehot', 'aft_axial', 'aft_simple_causal'])
-def test_jacobians_forward_and_in_reverse_agree(case: str):
-    name, inputs = CASES[case]
-    moving, fixed = split(inputs, torch.float64)
-    weight = randn(3, 6, seed=99)
-
-    def sums(x: dict[str, Tensor]) -> Tensor:
-        return (getattr(ops, name)(**x, **fixed)[:, :3] * weight).sum(2)
-
-    forward, reverse = jacfwd(sums)(moving), jacrev(sums)(moving)
-    for n in moving:
-        assert_close(forward[n], reverse[n], 1e-9, n)
-
-
 @each_case
 @pytest.mark.parametrize('batched', ['qkv', 'v', 'all'])
 def test_vmap_equals_a_loop(case: str, batched: str):
@@ -259,61 +208,6 @@ def test_vmap_equals_a_loop(case: str, batched: str):
     y = vmap(lambda x: op(**x), in_dims=1)(chosen)
     expected = torch.stack([op(**{n: x[:, i] for n, x in chosen.items()}) for i in range(3)])
     assert_close(y, expected, 1e-12)
-
-
-# torch has no convolution of no maps under vmap.
-@pytest.mark.parametrize('case', [case for case, (name, _) in CASES.items() if name != 'aft_conv'])
-@pytest.mark.parametrize('batched', ['v', 'all'])
-def test_vmap_over_nothing_gives_empty_results(case: str, batched: str):
-    name, inputs = CASES[case]
-    moving, fixed = split(inputs, torch.float64)
-    none = {n: x.new_empty(*x.shape, 0) for n, x in moving.items() if batched in (n, 'all')}
-    op = functools.partial(getattr(ops, name), **fixed, **{n: x for n, x in moving.items() if n not in none})
-    assert vmap(lambda x: op(**x), in_dims=-1)(none).shape == (0, *inputs['v'].shape)
-    slopes = vmap(grad(lambda x: op(**x).sum()), in_dims=-1)(none)
-    assert {n: x.shape for n, x in slopes.items()} == {n: (0, *moving[n].shape) for n in none}
-
-
-@pytest.mark.parametrize('name', ['q', 'mask'])
-def test_vmap_takes_calls_without_a_query_and_masks_of_their_own(name: str):
-    q, k, v = make_qkv()
-    mask = torch.rand(3, 2, 12, generator=generator(3)) > 0.4
-    if name == 'q':
-        y = vmap(lambda x: ops.aft_simple(None, k, x))(torch.stack([v, 2 * v]))
-        assert_close(y, torch.stack([ops.aft_simple(None, k, x) for x in (v, 2 * v)]), 1e-12)
-    else:
-        y = vmap(lambda m: ops.aft_simple(q, k, v, m))(mask)
-        assert_close(y, torch.stack([ops.aft_simple(q, k, v, m) for m in mask]), 1e-12)
-
-
-@each_case
-def test_gradients_per_sample_equal_a_loop(case: str):
-    name, inputs = CASES[case]
-    moving, fixed = split(inputs, torch.float64)
-    shared = {n: x for n, x in moving.items() if n not in 'qkv'}
-    sequences = {n: moving[n] for n in 'qkv'}
-
-    def loss(shared: dict[str, Tensor], one: dict[str, Tensor]) -> Tensor:
-        return getattr(ops, name)(**{n: x[None] for n, x in one.items()}, **shared, **fixed).square().sum()
-
-    found = vmap(grad(loss, argnums=(0, 1)), in_dims=(None, 0))(shared, sequences)
-    for i in range(2):
-        expected = grad(loss, argnums=(0, 1))(shared, {n: x[i] for n, x in sequences.items()})
-        for got, wanted in zip(found, expected, strict=True):
-            for n, x in wanted.items():
-                assert_close(got[n][i], x, 1e-12, n)
-
-
-def test_a_gradient_of_the_forward_derivative_equals_float64():
-    inputs = CASES['aft_full'][1]
-    tangents = directions(inputs)
-
-    def slope(op: Callable[..., Tensor], x: dict[str, Tensor]) -> Tensor:
-        return jvp(lambda x: op(**x), (x,), (tangents,))[1].square().sum()
-
-    found, expected = (grad(functools.partial(slope, op))(inputs) for op in (ops.aft_full, reference.aft_full))
-    for n, x in expected.items():
-        assert_close(found[n], x, 1e-9, n)
 
 
 def double_backward(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -377,43 +271,6 @@ def test_an_operator_in_a_graph_has_no_forward_mode():
     assert torch.equal(graph(v), ops.aft_simple(q, k, v))
     with pytest.raises(RuntimeError, match=r'aft_vision::aft_simple in a graph has no forward mode'):
         jvp(graph, (v,), (v,))
-
-
-@pytest.mark.parametrize('case', ['aft_full', 'aft_simple', 'aft_conv', 'aft_onehot', 'aft_axial', 'aft_local'])
-def test_the_aten_forms_have_second_derivatives(case: str):
-    name, inputs = CASES[case]
-    rest = {n: x for n, x in inputs.items() if n != 'v'}
-
-    def second(form: Any) -> Tensor:
-        return grad(lambda v: grad(lambda v: getattr(form, name)(v=v, **rest).pow(3).sum())(v).square().sum())(
-            inputs['v']
-        )
-
-    assert_close(second(aten), second(reference), 1e-9)
-
-
-CAUSAL = torch.triu(torch.full((15, 15), float('-inf'), dtype=torch.float64), diagonal=1)
-
-
-@pytest.mark.parametrize('case', ['aft_full_causal', 'aft_simple_causal'])
-def test_aft_full_in_aten_has_the_second_derivatives_of_causal_operators(case: str):
-    inputs = CASES[case][1]
-    q, k, v = (inputs[n] for n in 'qkv')
-    bias = inputs.get('bias', torch.zeros_like(CAUSAL))
-
-    def second(form: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
-        def first(k: Tensor, bias: Tensor) -> Tensor:
-            slopes = grad(lambda k, bias: form(k, bias).square().sum(), argnums=(0, 1))(k, bias)
-            return sum(x.square().sum() for x in slopes)
-
-        return grad(first, argnums=(0, 1))(k, bias)
-
-    others = () if case == 'aft_simple_causal' else (bias,)
-    assert_close(aten.aft_full(q, k, v, bias + CAUSAL), getattr(ops, case)(q, k, v, *others), 1e-9)
-    found = second(lambda k, bias: aten.aft_full(q, k, v, bias + CAUSAL))
-    expected = second(lambda k, bias: reference.aft_full_causal(q, k, v, bias))
-    for got, wanted in zip(found, expected, strict=True):
-        assert_close(got, wanted, 1e-9)
 
 
 def test_functionalize_leaves_the_result():

@@ -54,16 +54,13 @@ def test_the_results_are_written(exported):
     result = json.loads((exported / 'harden_gumbel.json').read_text())
     assert result['parameters']['gumbel'] - result['parameters']['onehot'] == 2 * (4 * 25 + 4)
     assert f'{result["parameters"]["onehot"]:,}' in (exported / 'README.md').read_text()
-    assert [row['layer'] for row in result['offsets']] == [1, 2]
 
 
-def test_the_printed_table_has_a_row_for_each_layer(checkpoint, tmp_path, capsys):
+def test_the_parameters_before_and_after_are_printed(checkpoint, tmp_path, capsys):
     result = main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'a')])
     printed = capsys.readouterr().out.splitlines()
     before, after = result['parameters'].values()
     assert printed[0] == f'parameters: {before:,} before, {after:,} after ({100 * (after / before - 1):.1f} %)'
-    for row in result['offsets']:
-        assert any(line.split()[:3] == [str(row[name]) for name in ('layer', 'heads', 'at_centre')] for line in printed)
 
 
 def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):
@@ -84,9 +81,9 @@ def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
-        (dict(gumbel=False), "a model trained with gumbel=True .* got mixer='conv' with gumbel=False"),
-        (dict(gumbel=None, mixer='onehot'), "a model trained with gumbel=True .* got mixer='onehot'"),
-        (dict(attention_blocks=[0, 1]), 'got one without an AFT mixer'),
+        (dict(gumbel=False), "a model trained with gumbel=True .* got one of mixer='conv'"),
+        (dict(gumbel=None, mixer='onehot'), "a model trained with gumbel=True .* got one of mixer='onehot'"),
+        (dict(attention_blocks=[0, 1]), 'got one of mixer=None'),
     ],
 )
 def test_a_model_that_cannot_be_hardened_leaves_nothing_behind(tmp_path, kwargs, message):

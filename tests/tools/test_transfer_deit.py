@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from aft_vision.export import export_model
-from aft_vision.models import transfer_source
-from aft_vision.models.checkpoint import load_model
+from aft_vision.models.checkpoint import load_model, load_source
 from tools.transfer_deit import main
 from train import imagenet
 
@@ -102,7 +101,7 @@ def test_a_name_of_timm_is_made_with_its_weights(tmp_path, monkeypatch):
             return vit
         return original(name, pretrained, **kwargs)
 
-    monkeypatch.setattr(transfer_source.timm, 'create_model', create)
+    monkeypatch.setattr(timm, 'create_model', create)
     run('vit_tiny_patch16_224', tmp_path / 'out')
     assert created == ['vit_tiny_patch16_224']
     model = load_model(tmp_path / 'out')
@@ -113,19 +112,19 @@ def test_a_name_of_timm_is_made_with_its_weights(tmp_path, monkeypatch):
 
 def test_a_name_of_a_vit_that_norms_after_attention_is_refused(tmp_path, monkeypatch):
     vit = make_vit('vit_base_patch16_rpn_224')
-    monkeypatch.setattr(transfer_source.timm, 'create_model', lambda *args, **kwargs: vit)
+    monkeypatch.setattr(timm, 'create_model', lambda *args, **kwargs: vit)
     with pytest.raises(ValueError, match='norm before attention and MLP, got vit_base_patch16_rpn_224 with ResPost'):
-        transfer_source.load_source('vit_base_patch16_rpn_224')
+        load_source('vit_base_patch16_rpn_224')
 
 
 def test_a_checkpoint_with_weights_under_another_key_is_read(tmp_path):
     vit = make_vit()
     torch.save({'model_name': 'deit_tiny_patch16_224', 'model': vit.state_dict()}, tmp_path / 'source.pth')
-    source = transfer_source.load_source(tmp_path / 'source.pth')
+    source = load_source(tmp_path / 'source.pth')
     assert source.state_dict.keys() == vit.state_dict().keys()
     torch.save({'model_name': 'deit_tiny_patch16_224'}, tmp_path / 'source.pth')
     with pytest.raises(ValueError, match='a state dict, got model_name'):
-        transfer_source.load_source(tmp_path / 'source.pth')
+        load_source(tmp_path / 'source.pth')
 
 
 def test_a_folder_that_timm_refuses_is_named(tmp_path):
@@ -133,18 +132,18 @@ def test_a_folder_that_timm_refuses_is_named(tmp_path):
     (source / 'model.safetensors').unlink()
     torch.save({'state_dict': vit.state_dict(), 'args': Touch(tmp_path / 'executed')}, source / 'pytorch_model.bin')
     with pytest.raises(ValueError, match=r'that can be built, got local-dir:.*holds more than tensors') as error:
-        transfer_source.load_source(source)
+        load_source(source)
     assert 'weights_only' not in str(error.value)
     assert not (tmp_path / 'executed').exists()
 
 
 def test_the_options_reach_the_model(tmp_path):
     source, vit = write('pth', tmp_path)
-    arguments = '--model aft_full_tiny --copy-qk --num-classes 3 --size 48x64'.split()
+    arguments = '--model aft_full_tiny --num-classes 3 --size 48x64'.split()
     arguments += ['--model-arg', 'depth=1', 'embed_dim=32', 'patch_size=8']
     result = main(['--source', str(source), *arguments, '--out', str(tmp_path / 'out')])
     model = load_model(tmp_path / 'out')
-    assert torch.equal(model.blocks[0].attn.qkv.weight, vit.blocks[0].attn.qkv.weight)
+    assert torch.equal(model.blocks[0].attn.qkv.weight[-32:], vit.blocks[0].attn.qkv.weight[-32:])
     assert model.head.weight.shape == (3, 32)
     assert model.pretrained_cfg['input_size'] == (3, 48, 64)
     assert list(model.pretrained_cfg['label_names']) == ['0', '1', '2']
@@ -165,9 +164,9 @@ def test_the_grid_of_a_source_is_that_of_its_images(tmp_path):
     vit = make_vit(img_size=(16, 64))
     content = {'model_name': 'deit_tiny_patch16_224', 'model_kwargs': {**VIT, 'img_size': [16, 64]}}
     torch.save({**content, 'state_dict': vit.state_dict()}, tmp_path / 'best.pth')
-    assert transfer_source.load_source(tmp_path / 'best.pth').grid == (2, 8)
+    assert load_source(tmp_path / 'best.pth').grid == (2, 8)
     export_model(vit, tmp_path / 'folder', NAMES)
-    assert transfer_source.load_source(tmp_path / 'folder').grid == (2, 8)
+    assert load_source(tmp_path / 'folder').grid == (2, 8)
 
 
 def test_training_starts_from_the_transferred_weights(tmp_path):
@@ -221,7 +220,7 @@ def test_nothing_in_a_file_is_executed(tmp_path):
     [
         ('none.pth', 'aft_conv_tiny', r'got none\.pth, which does not exist'),
         ('deit_tinny_patch16_224', 'aft_conv_tiny', r'a file or .*, .* did you mean deit_tiny_patch16_224'),
-        ('aft_conv_tiny', 'aft_conv_tiny', 'that timm has weights for, got aft_conv_tiny'),
+        ('aft_conv_tiny', 'aft_conv_tiny', 'No pretrained weights exist for aft_conv_tiny'),
         ('source.pth', 'aft_conv_tinny', 'got aft_conv_tinny; did you mean aft_conv_tiny'),
         ('source.pth', 'aft_full_tiny', r'got aft_full_tiny with kernel_size=3, .*kernel_size'),
     ],
@@ -237,7 +236,7 @@ def test_a_wrong_name_is_named(tmp_path, monkeypatch, source, model, message):
 
 def test_a_file_without_a_state_dict_is_named(tmp_path):
     torch.save([torch.ones(2)], tmp_path / 'list.pth')
-    with pytest.raises(ValueError, match=r'a file with a state dict, got .* with a list'):
+    with pytest.raises(ValueError, match='a state dict, got a list'):
         run(tmp_path / 'list.pth', tmp_path / 'out')
 
 

@@ -5,8 +5,7 @@ import timm
 import torch
 from PIL import Image
 
-from aft_vision import ops
-from aft_vision.layers import AFTLocal, CausalLocal, create_mixer
+from aft_vision.layers import AFTAxial, AFTLocal, CausalLocal
 from aft_vision.models import create_decoder
 from aft_vision.models.harden import harden
 from aft_vision.ops import reference
@@ -15,7 +14,6 @@ from aft_vision.visualize import (
     bias_rows,
     bias_statistics,
     draw_position_biases,
-    position_biases,
     save_figure,
 )
 
@@ -40,43 +38,6 @@ def make_model(kind: str) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ('kind', 'shape'),
-    [
-        ('conv', (4, 5, 5)),
-        ('onehot', (4, 5, 5)),
-        ('one head', (1, 5, 5)),
-        ('axial', (4, 5, 7)),
-        ('full', (1, 17, 17)),
-        ('pairwise', (1, 17, 17)),
-        ('local', (1, 17, 5)),
-    ],
-)
-def test_position_biases_have_one_picture_per_layer_and_head(kind, shape):
-    assert [tuple(bias.shape) for bias in position_biases(make_model(kind))] == [shape, shape]
-
-
-def test_position_biases_of_aft_conv_are_those_of_the_standardised_kernel():
-    model = make_model('conv')
-    kernel = model.blocks[1].attn.kernel
-    w = ops.standardized_kernel(kernel.weight, kernel.gamma, kernel.beta)
-    torch.testing.assert_close(position_biases(model)[1], torch.exp(w.detach()) - 1)
-
-
-def test_position_biases_of_aft_full_are_those_of_the_factors():
-    model = make_model('full')
-    bias = model.blocks[0].attn.position_bias
-    torch.testing.assert_close(position_biases(model)[0][0], torch.exp((bias.u @ bias.v.T).detach()) - 1)
-
-
-def test_position_biases_of_a_gumbel_model_keep_one_offset_a_head():
-    name, kwargs = MODELS['conv']
-    model = timm.create_model(name, **TINY, **kwargs, gumbel=True)
-    torch.nn.init.normal_(model.blocks[0].attn.kernel.gamma)
-    assert (position_biases(model)[0] != 0).sum(dim=(1, 2)).tolist() == [1, 1, 1, 1]
-    torch.testing.assert_close(position_biases(harden(model)), position_biases(model))
-
-
 # One of each shape and number of heads.
 @pytest.mark.parametrize('kind', ['conv', 'one head', 'axial', 'full', 'local'])
 def test_the_picture_of_the_biases_is_written(tmp_path, kind):
@@ -92,11 +53,6 @@ def test_a_model_without_biases_is_rejected(name):
         draw_position_biases(model)
 
 
-def test_fewer_than_one_head_is_rejected():
-    with pytest.raises(ValueError, match='expected to draw at least one of 4, got 0'):
-        draw_position_biases(make_model('conv'), max_heads=0)
-
-
 @pytest.mark.parametrize('global_context', [True, False])
 def test_rows_of_a_kernel_are_those_of_the_expanded_bias(global_context):
     model = timm.create_model('aft_conv_tiny', **TINY, num_heads=2, kernel_size=5, global_context=global_context)
@@ -110,7 +66,7 @@ def test_rows_of_a_kernel_are_those_of_the_expanded_bias(global_context):
 
 @pytest.mark.parametrize('resample', [False, True])
 def test_rows_of_two_biases_are_those_of_the_expanded_bias(resample):
-    mixer = create_mixer('axial', 8, num_heads=2, window_size=(2, 6), resample_bias=resample).double()
+    mixer = AFTAxial(8, num_heads=2, window_size=(2, 6), resample_bias=resample).double()
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter)
     expected = reference.axial_to_bias(mixer.row_bias(3), mixer.column_bias(4), (3, 4)).permute(2, 0, 1)
@@ -178,15 +134,13 @@ def test_each_option_changes_the_picture(tmp_path):
     assert len(drawn) == 5
 
 
-def test_models_that_do_not_match_are_rejected():
-    other = timm.create_model('aft_conv_tiny', **TINY, num_heads=2, kernel_size=5)
-    with pytest.raises(ValueError, match='got 2 heads in the layers 1, 2 before and 4 heads in the layers 1, 2 after'):
-        draw_position_biases(make_model('conv'), before=other)
-
-
 @pytest.mark.parametrize(
     ('options', 'message'),
-    [({'heads': [4]}, 'heads from 1 to 4, got 5'), ({'layers': [0, 2]}, r'layers that can be drawn \(1, 2\), got 3')],
+    [
+        ({'heads': [4]}, r'heads that can be drawn \(1 to 4\), got 5'),
+        ({'layers': []}, r'layers that can be drawn \(1 to 2\), got none'),
+        ({'max_heads': 0}, 'expected to draw at least one of 4, got 0'),
+    ],
 )
 def test_a_head_or_layer_that_is_not_there_is_rejected(options, message):
     with pytest.raises(ValueError, match=message):

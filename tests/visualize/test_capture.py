@@ -3,7 +3,7 @@ import timm
 import torch
 
 from aft_vision.layers import AFTMixer
-from aft_vision.visualize import capture_mixers, key_maps
+from aft_vision.visualize import capture_mixers
 
 TINY = dict(depth=2, embed_dim=16, patch_size=8, num_classes=3)
 
@@ -16,7 +16,7 @@ def test_every_registered_model_gives_its_inputs():
         assert logits.shape == (2, 3)
         assert [inputs.v.shape for inputs in layers] == [(2, 16 + model.num_prefix_tokens, 16)] * 2
         assert layers[0].grid == (4, 4)
-        assert key_maps(layers[1]).shape == (2, heads.get('num_heads', 16), 4, 4)
+        assert layers[1].k.shape == (2, 16 + model.num_prefix_tokens, heads.get('num_heads', 16))
 
 
 def test_the_output_is_that_of_the_model_in_evaluation_and_the_mode_stays():
@@ -39,8 +39,7 @@ def test_the_keys_are_those_of_the_projection():
     _, layers = capture_mixers(model, images)
     x = found[0]
     keys = torch.nn.functional.linear(x, model.blocks[0].attn.qkv.weight[16:32], model.blocks[0].attn.qkv.bias[16:32])
-    expected = keys[0, 1:].T.reshape(16, 4, 4)[[5, 2]]
-    torch.testing.assert_close(key_maps(layers[0], [5, 2])[0], expected.detach())
+    torch.testing.assert_close(layers[0].k, keys.detach())
 
 
 def test_nothing_stays_hooked_after_a_failure():

@@ -33,13 +33,6 @@ def test_a_panel_without_curves_has_no_legend():
     assert accuracy.get_legend() is None
 
 
-def test_a_row_of_updates_that_is_not_whole_is_named(tmp_path):
-    (tmp_path / 'summary.csv').write_text('epoch,train_loss\n')
-    (tmp_path / 'steps.csv').write_text('update,loss,seconds\n1,2.0,3.0\n2,1')
-    with pytest.raises(ValueError, match=r'a table of numbers, got .*steps\.csv'):
-        draw_bits({'run': tmp_path})
-
-
 @pytest.mark.parametrize(
     ('optim', 'augment', 'words'),
     [
@@ -105,23 +98,12 @@ def make_run(folder: Path, nats: float) -> Path:
     return folder
 
 
-def test_names_are_drawn_as_they_are(tmp_path):
-    runs = {
-        name: make_run(tmp_path / str(number), 2.2) for number, name in enumerate(('$x_{2$', '_a', 'b$', 'caf\udce9'))
-    }
-    figure = draw_bits(runs)
-    # Of an open formula matplotlib says that it cannot be read.
-    figure.draw_without_rendering()
-    (legend,) = filter(None, (panel.get_legend() for panel in figure.axes))
-    assert len(legend.get_texts()) == 2 * len(runs)
-
-
 def test_the_curves_have_their_bits_by_update_and_by_seconds(tmp_path):
     run = make_run(tmp_path / 'run', 2.0794415416798357)
-    panels = draw_bits({'run': run}, 'bits/dim').axes
+    panels = draw_bits(run, 'bits/dim').axes
     for axes, training, evaluated in zip(
         panels, ([10, 20, 30, 40], [5, 10, 15, 20]), ([20, 40], [10, 20]), strict=True
     ):
         lines = {line.get_label(): line.get_xydata() for line in axes.lines}
-        assert lines['run, training (moving average)'] == pytest.approx(np.array([[x, 3.0] for x in training]))
-        assert lines['run, evaluated'].tolist() == [[x, y] for x, y in zip(evaluated, (4.0, 3.0), strict=True)]
+        assert lines['training (moving average)'] == pytest.approx(np.array([[x, 3.0] for x in training]))
+        assert lines['evaluated'].tolist() == [[x, y] for x, y in zip(evaluated, (4.0, 3.0), strict=True)]

@@ -43,12 +43,6 @@ def test_hidden_files_and_others_are_left_out_with_one_warning(tmp_path, caplog)
     assert caplog.text.count('3 files (1 .heic, 2 hidden)') == 1
 
 
-def test_image_files_are_found_whatever_the_case_of_their_names(tmp_path):
-    for name in ('a.JPEG', 'b.Png'):
-        (tmp_path / name).touch()
-    assert [path.name for path in find_photographs(tmp_path, 5)] == ['a.JPEG', 'b.Png']
-
-
 def test_the_next_image_takes_the_place_of_one_that_cannot_be_decoded(tmp_path, caplog):
     make_folder(tmp_path, {'val': ['a', 'b']}, images=3)
     for name in ('a/0.png', 'b/2.png'):
@@ -190,5 +184,5 @@ def test_keys_are_drawn_below_the_photograph(tmp_path):
     _, layers = capture_mixers(model, photograph.images)
     save_figure(draw_key_maps(photograph, layers, text='99% hat'), tmp_path / 'keys.png')
     assert len(Image.open(tmp_path / 'keys.png').convert('RGB').getcolors(1 << 24)) > 500
-    with pytest.raises(ValueError, match='heads from 1 to 2, got 9'):
+    with pytest.raises(ValueError, match=r'heads that can be drawn \(1 to 2\), got 9'):
         draw_key_maps(photograph, layers, heads=[8])

@@ -9,19 +9,17 @@ from typing import Any
 
 import timm
 import torch
-from timm.models import is_model_in_modules
 from torch import Tensor, nn
 
 from aft_vision.export import InputShape, export_onnx
 from aft_vision.export.verify import onnx_runner
 from aft_vision.models.transfer_source import did_you_mean
 from aft_vision.ops.linear import onednn_is_faster
+from aft_vision.sizes import resize_model
 from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, deploy, draw, next_to_the_paper
 from tools.benchmark.meters import peak_resident
 from tools.benchmark.printer import Report
 
-# Files of timm, and ours, whose models take `img_size`.
-VIT_FILES = ('aft_vit', 'deit', 'vision_transformer')
 # Relative to the largest logit: whether a runtime computes the same model, not how exact it is.
 EXPORT_TOLERANCE = 1e-3
 # A baseline with torch's linear layers.
@@ -121,5 +119,4 @@ RUNTIMES = {'onnxruntime': onnx_runner, 'openvino': openvino_runner}
 
 def create(name: str, img_size: Sequence[int]) -> nn.Module:
     """Build a classifier in eval mode, not fused, for images of a height and a width in pixels."""
-    kwargs: dict[str, Any] = {'img_size': img_size} if is_model_in_modules(name, VIT_FILES) else {}
-    return timm.create_model(name, **kwargs).eval()
+    return resize_model(timm.create_model(name).eval(), img_size)

@@ -13,6 +13,9 @@ from aft_vision.ops.declaration import Form, Operation, Shape, lazy_function
 from aft_vision.ops.flops import mean_products
 from aft_vision.ops.operator import register, triton_form
 
+# The longest side of a grid, in tokens, whose pairs of tokens a GPU multiplies.
+LONGEST_SIDE = 32
+
 
 def check_axial(inputs: AxialInputs) -> None:
     """Raise ValueError unless the shapes are those of `ops.aft_axial`."""
@@ -37,7 +40,9 @@ AXIAL = register(
         AxialInputs,
         forms=(
             Form('cpp', cpp.axial_forward, cpp.axial_backward, compiled.supports),
-            triton_form('axial.triton', 'axial_forward', 'axial_backward'),
+            triton_form(
+                *('axial.triton', 'axial_forward', 'axial_backward'), lambda inputs: max(inputs.grid) <= LONGEST_SIDE
+            ),
             Form('eager', eager.axial_forward, eager.axial_backward),
         ),
         check=check_axial,

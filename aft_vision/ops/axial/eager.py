@@ -40,7 +40,7 @@ class AxisWeights:
 
     Attributes:
         offsets: (h, 2L - 1) position bias at all distances on this axis, in float32 or float64.
-        table: its exponentials.
+        exp: (h, L, L) its exponentials, of targets and sources.
     """
 
     def __init__(self, bias: Tensor, length: int, dtype: torch.dtype) -> None:
@@ -52,13 +52,8 @@ class AxisWeights:
         # Finite, so that a head of minus infinity has no weights. The compiled form has the same reference, since its
         # backward may get denominators from here.
         reference = self.offsets.amax(dim=1, keepdim=True).clamp_min(torch.finfo(wide).min)
-        self.table = torch.exp(self.offsets - reference)
-
-    @cached_property
-    def exp(self) -> Tensor:
-        """The exponentials of targets and sources, (h, L, L)."""
         # Row y is the window of the 2L - 1 offsets that begins at L - 1 - y.
-        return self.table.unfold(1, self.length, 1).flip(1)
+        self.exp = torch.exp(self.offsets - reference).unfold(1, length, 1).flip(1)
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -85,12 +80,9 @@ class AxisWeights:
 
     def bias_grad(self) -> Tensor:
         """Return the gradient of the bias. The references cancel: no gradient runs through them."""
-        found = self.sum_by_distance(self.grad_exp * self.exp) + self.grad_offsets
+        pairs = (self.grad_exp * self.exp).flip(1)
+        found = torch.ops.aten.unfold_backward(pairs, self.offsets.shape, 1, self.length, 1) + self.grad_offsets
         return F.pad(found, [-self.margin] * 2).to(self.bias.dtype)
-
-    def sum_by_distance(self, pairs: Tensor) -> Tensor:
-        """Return the sums (h, 2L - 1) of numbers (h, L, L) of targets and sources at the same distance."""
-        return torch.ops.aten.unfold_backward(pairs.flip(1), self.offsets.shape, 1, self.length, 1)
 
     def _offsets(self, bias: Tensor) -> Tensor:
         # (h, 2L - 1), all distances on this axis.

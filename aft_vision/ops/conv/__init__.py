@@ -97,7 +97,6 @@ ONEHOT = register(
         OnehotInputs,
         forms=(
             Form('cpp', window.onehot_forward, window.onehot_backward, window.supports_depthwise),
-            triton_form('conv.onehot_triton', 'onehot_forward', 'onehot_backward'),
             Form('eager', onehot.onehot_forward, onehot.onehot_backward),
         ),
         check=check_onehot,

@@ -1,4 +1,4 @@
-"""Repair of AFT-conv and AFT-axial for targets whose sources all underflowed: exact, term by term, and rarely needed.
+"""Repair of AFT-conv for targets whose sources all underflowed: exact, term by term, and rarely needed.
 
 UNDERFLOWED (B, heads) marks the sequences and heads with such targets. Almost never is one marked, so a program reads
 FLAGS of them at once. The terms of a target are relative to the largest one, with its key and its bias subtracted
@@ -31,28 +31,11 @@ def load_keys(K, MASK, strides, b, head, t, T):
     return tl.load(K + place, mask=seen, other=float('-inf')).to(tl.float32)
 
 
-@triton.constexpr_function
-def is_pair(bias):
-    """Return whether a bias has one table along rows and one along columns, as that of AFT-axial."""
-    return len(bias) == 2
-
-
 @triton.jit
 def load_logits(K, MASK, BIAS, strides, b, head, t, s, T, width):
-    """Load keys (1, s), minus infinity for missing ones, and biases (t, s) of a head.
-
-    BIAS is a window, or a table along rows and one along columns, whose sum is the bias of AFT-axial.
-    """
+    """Load keys (1, s), minus infinity for missing ones, and biases (t, s) of a head."""
     k = load_keys(K, MASK, strides, b, head, s, T)[None, :]
-    if is_pair(BIAS):
-        s, t = tl.minimum(s, T - 1)[None, :], tl.minimum(t, T - 1)[:, None]
-        height = T // width
-        row = head * (2 * height - 1) + height - 1 + s // width - t // width
-        column = head * (2 * width - 1) + width - 1 + s % width - t % width
-        w = tl.load(BIAS.rows + row) + tl.load(BIAS.columns + column)
-    else:
-        w = load_bias(BIAS, head, t[:, None], s[None, :], T, width)
-    return k, w
+    return k, load_bias(BIAS, head, t[:, None], s[None, :], T, width)
 
 
 @triton.jit

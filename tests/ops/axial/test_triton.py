@@ -1,19 +1,11 @@
-"""AFT-axial in Triton: what is not finite, and both ways to compute it."""
+"""AFT-axial in Triton: what is not finite, constants, and grids that it leaves to torch."""
 
 import pytest
 import torch
 from helpers import assert_close, make_inputs, single
 
 from aft_vision import ops
-
-
-@pytest.fixture(params=['pairs', 'lines'], autouse=True)
-def path(request: pytest.FixtureRequest, triton_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute small grids in each way."""
-    if request.param == 'lines':
-        for limit in ('PAIRED', 'PAIRED_INTERPRETED'):
-            monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
-        monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
+from aft_vision.ops import operator
 
 
 def test_a_key_or_a_value_that_is_not_finite_stays_in_its_sequence_and_head(triton_device: str):
@@ -34,3 +26,11 @@ def test_a_constant_of_an_axis_changes_nothing(shifts: tuple[float, float], trit
     shifted = inputs | {n: inputs[n] + shift for n, shift in zip(('row_bias', 'column_bias'), shifts, strict=True)}
     expected = ops.aft_axial(**{name: x.double() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()})
     assert_close(ops.aft_axial(**shifted, backend='triton'), expected, 1e-6)
+
+
+def test_a_long_grid_is_left_to_torch(triton_device: str):
+    operator._warn_once.cache_clear()
+    inputs = single(make_inputs('aft_axial', (2, 33), 6, (2, 3), 2), device=triton_device)
+    with pytest.warns(UserWarning, match="aft_axial has no 'triton' form for these inputs"):
+        y = ops.aft_axial(**inputs, backend='triton')
+    assert torch.equal(y, ops.aft_axial(**inputs, backend='eager'))

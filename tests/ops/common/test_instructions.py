@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from helpers import assert_matches_reference, change, kernels_run, make_inputs, single
-from instructions import KINDS, MULTIPLIED, OTHERS, Place, find_missing, how_it_runs, places
+from instructions import KINDS, MULTIPLIED, OTHERS, Place, find_missing, places
 from torch import Tensor
 
 from aft_vision import ops
@@ -52,16 +52,6 @@ def test_every_form_is_among_them_and_runs_its_own_code():
             assert cpp.lanes() == (16 if instructions.startswith('avx512') else 8)
 
 
-def test_what_is_not_run_here_is_what_the_processor_lacks():
-    not_run = [place for place in places() if how_it_runs(place) == 'not run']
-    lacking = len(build.INSTRUCTIONS) - len(build.runnable_instructions())
-    assert len(not_run) == lacking * (len(KINDS) * len(MULTIPLIED) + len(OTHERS))
-    assert {*RUN} | {*not_run} == {*places()}
-    assert not {*RUN} & {*not_run}
-    # Kinds of products are never lacking: what has no instruction has loops.
-    assert {(place.operation, place.form, place.kind) for place in RUN} == {place[:3] for place in places()}
-
-
 @pytest.mark.parametrize('instructions', build.runnable_instructions())
 def test_trials_find_nothing_wrong(instructions: str):
     with cpp.use_instructions(instructions):
@@ -82,13 +72,3 @@ def test_pairs_in_loops_equal_those_of_the_instruction_bit_for_bit(operation: st
                 leaves = [x for x in inputs.values() if isinstance(x, Tensor)]
                 results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
         assert all(map(torch.equal, *results))
-
-
-def test_the_kinds_of_products_give_other_bits():
-    inputs = {n: x.to(torch.bfloat16) for n, x in make_inputs('aft_full', 70, 40).items()}
-    found = []
-    for kind in KINDS.values():
-        with cpp.multiply_bfloat16_as(kind):
-            found.append(ops.aft_full(**inputs, backend='cpp'))
-    assert not torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])

@@ -23,7 +23,6 @@ from helpers import (
     assert_keys_of_minus_infinity_are_masked,
     assert_masked_tokens_have_no_effect,
     assert_matches_reference,
-    assert_passes_opcheck,
     change,
     kernels_run,
     make_inputs,
@@ -54,11 +53,6 @@ def device(form: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     operator._warn_once.cache_clear()
     # Before any module of kernels is imported: without Triton it skips, and without a GPU Triton must interpret them.
     found = request.getfixturevalue('triton_device' if form.startswith('triton') else 'compiled')
-    if form == 'triton lines':
-        # Small grids as larger ones: a product along each axis, several tiles of a line.
-        for limit in ('PAIRED', 'PAIRED_INTERPRETED'):
-            monkeypatch.setattr(f'aft_vision.ops.axial.triton.{limit}', 0)
-        monkeypatch.setattr('aft_vision.ops.axial.triton.LARGEST', 16)
     if form == 'triton products':
         # Short sequences as longer ones, few as many.
         for limit in (
@@ -199,20 +193,10 @@ SEVERAL, EACH, PARTS = ((3, 7), 6, (3, 4), 2), ((3, 5), 2, (9, 5), 2, 6), ((4, 3
         # Operands that heads and sequences do not fill.
         ('triton', 'aft_conv', ((2, 8), 20, 5, 4, 3), '', torch.float32),
         ('triton', 'aft_conv', ((2, 3), 14, 5, 2, 5), 'masked no gate', torch.bfloat16),
-        ('triton', 'aft_onehot', ((4, 5), 9, 3), '', torch.float32),
-        ('triton', 'aft_onehot', ((3, 4), 12, 3, 3), '', torch.float32),
-        ('triton', 'aft_onehot', ((2, 3), 10, 3, 5), '', torch.bfloat16),
-        ('triton', 'aft_onehot', ((3, 4), 6, 3, 6, 3), 'masked', torch.float16),
         ('triton', 'aft_axial', SEVERAL, '', torch.float32),
         ('triton', 'aft_axial', EACH, '', torch.float16),
         ('triton', 'aft_axial', PARTS, '', torch.float32),
         ('triton', 'aft_axial', ((2, 5), 3, (2, 4), 1, 3), 'masked no gate', torch.float32),
-        ('triton lines', 'aft_axial', EACH, '', torch.float32),
-        ('triton lines', 'aft_axial', PARTS, '', torch.bfloat16),
-        # Rows and columns of two tiles.
-        ('triton lines', 'aft_axial', ((2, 18), 3, (2, 18), 1, 1), '', torch.float32),
-        ('triton lines', 'aft_axial', ((17, 2), 3, (4, 1), 1, 1), '', torch.float32),
-        ('triton lines', 'aft_axial', ((2, 5), 3, (2, 4), 1, 3), 'masked no gate', torch.float32),
         # One block, several blocks with short and long windows, several tiles of channels.
         ('triton', 'aft_local_causal', (5, 3, 4), '', torch.float32),
         ('triton', 'aft_local_causal', (33, 3, 1, None, 1), '', torch.float32),
@@ -244,7 +228,6 @@ def test_it_equals_float64(form: str, name: str, sizes: Sizes, others: str, dtyp
         ('triton', 'aft_simple_causal', (1, 3), 'no gate'),
         ('triton', 'aft_axial', ((1, 1), 4, (2, 9), 2), ''),
         ('triton', 'aft_axial', ((6, 1), 4, (2, 9), 2), ''),
-        ('triton lines', 'aft_axial', ((1, 9), 4, (2, 9), 2), ''),
         ('cpp', 'aft_local_causal', (1, 6, 1), ''),
         ('cpp', 'aft_simple_causal', (1, 6), ''),
         *((f'cpp {kind}', 'aft_full', (1, 6), '') for kind in ('pairs', 'tiles')),
@@ -300,17 +283,11 @@ def test_one_token_or_an_axis_of_one_equals_float64(form: str, name: str, sizes:
             )
         ),
         *(
-            ('triton', 'aft_onehot', ((3, 4), 8, 3, 8, 1), '', keys, weight)
-            for keys in ('one_at_90', 'last_at_200', 'plus_minus_1e4', 'normal_30', 'all_equal')
-            for weight in (-5.0, -1e4, 200.0)
-        ),
-        *(
             ('triton', 'aft_axial', ((2, 4), 4, (2, 4), 1, 1), '', keys, 'ordinary')
             for keys in ('one_at_90', 'plus_minus_1e4')
         ),
         # A third of the denominators underflow.
         ('triton', 'aft_axial', ((2, 3), 2, (3, 3)), '', 'ordinary', 'plus_minus_80'),
-        ('triton lines', 'aft_axial', ((2, 3), 2, (3, 3)), '', 'ordinary', 'plus_minus_80'),
         *(
             ('triton', 'aft_local_causal', (40, 2, 4, None, 1), '', keys, 'ordinary')
             for keys in ('first_at_-120', 'plus_minus_1e4', 'climbing')
@@ -337,10 +314,7 @@ def test_it_survives_nasty_inputs(
         ('triton', 'aft_conv', ((2, 3), 4, 3, 2)),
         ('triton', 'aft_conv', ((2, 3), 4, 3, 4)),
         ('triton products', 'aft_conv', ((2, 3), 4, 3, 4)),
-        ('triton', 'aft_onehot', ((3, 4), 6, 3, 2)),
-        ('triton', 'aft_onehot', ((3, 4), 6, 3, 6)),
         ('triton', 'aft_axial', ((2, 3), 4, (2, 3), 2)),
-        ('triton lines', 'aft_axial', ((2, 3), 4, (2, 3), 4)),
         ('triton', 'aft_local_causal', (9, 3, 3)),
         ('triton', 'aft_simple_causal', (18, 3)),
         ('cpp', 'aft_axial', ((5, 3), 60, (2, 9), 60)),
@@ -377,9 +351,7 @@ def test_a_sequence_of_keys_of_minus_infinity_is_one_without_tokens(form: str, n
         ('triton products', 'aft_full', (9, 5), '', 'normal_30', 'plus_minus_80', torch.float32),
         ('triton', 'aft_simple', (9, 5), '', 'ordinary', 'ordinary', torch.float32),
         ('triton', 'aft_conv', ((2, 3), 2, 3, 1, 1), 'window alone', 'ordinary', 'plus_minus_80', torch.float32),
-        ('triton', 'aft_onehot', ((3, 4), 6, 3, 3), '', 'ordinary', 'ordinary', torch.float32),
         ('triton', 'aft_axial', ((2, 3), 2, (2, 3), 1, 1), '', 'ordinary', 'plus_minus_80', torch.float32),
-        ('triton lines', 'aft_axial', ((2, 3), 2, (2, 3), 1, 1), '', 'ordinary', 'zero', torch.float32),
         ('triton', 'aft_local_causal', (20, 1, 3, None, 1), '', 'plus_minus_1e4', 'ordinary', torch.float32),
         ('triton', 'aft_simple_causal', (9, 2), '', 'ordinary', 'ordinary', torch.float32),
     ],
@@ -436,7 +408,6 @@ def test_parts_of_a_fused_projection_and_columns_are_read_where_they_are(
     [
         *(x for x in LAYOUTS if x[0] == 'cpp' and x[1] != 'aft_simple_causal'),
         ('triton', 'aft_conv', ((2, 2), 4, 3, 2)),
-        ('triton', 'aft_onehot', ((3, 4), 6, 3, 3)),
         ('triton', 'aft_axial', ((2, 3), 4, (2, 3), 2)),
     ],
 )
@@ -450,22 +421,6 @@ def test_biases_that_are_apart_in_memory_equal_float64(form: str, name: str, siz
         lambda f=f, **x: f(**{n: apart(n, y) for n, y in x.items()}) for f in (op(form, name), getattr(reference, name))
     ]
     assert_matches_reference(*forms, make_inputs(name, *sizes), device=device)
-
-
-@rows(
-    'form, name, sizes',
-    [
-        ('cpp', 'aft_conv', ((5, 6), 66, 5)),
-        ('cpp', 'aft_axial', ((5, 6), 66, (5, 6), 11)),
-        ('cpp', 'aft_simple_causal', (12, 9)),
-        ('triton', 'aft_simple', (3, 2, 0, None, 1)),
-        ('triton', 'aft_conv', ((2, 3), 3, 3, 1)),
-        ('triton', 'aft_axial', ((1, 2), 1, (1, 2))),
-        ('triton', 'aft_local_causal', (9, 3, 4, None, 1)),
-    ],
-)
-def test_it_passes_torch_opcheck(form: str, name: str, sizes: Sizes, device: str):
-    assert_passes_opcheck(name, make_inputs(name, *sizes), form.split()[0], device)
 
 
 def both(forward: str, backward: str | None = None) -> set[str]:
@@ -559,7 +514,6 @@ def test_a_sequence_without_tokens_is_zero_and_costs_torch_nothing(
             ['conv'],
         ),
         ('triton', 'aft_axial_tiny', {'img_size': 32, 'embed_dim': 24, 'num_heads': 2}, ['conv']),
-        ('triton lines', 'aft_axial_tiny', {'img_size': 32, 'embed_dim': 24, 'num_heads': 2}, ['axial']),
     ],
 )
 def test_a_registered_model_runs_it_forward_and_backward(
@@ -646,7 +600,6 @@ def test_a_nan_stays_in_its_sequence_and_channel(form: str, name: str, sizes: Si
         ('triton products', 'aft_full', (6, 4)),
         ('triton', 'aft_conv', ((2, 3), 4, 3, 2)),
         ('triton', 'aft_axial', ((2, 3), 4, (2, 3), 2)),
-        ('triton lines', 'aft_axial', ((2, 3), 4, (2, 3), 2)),
     ],
 )
 def test_a_nan_key_makes_the_gradients_of_the_values_that_it_weights_nan(

@@ -1,7 +1,6 @@
 """Where the Triton kernels run, what runs where they do not, and their values at real sizes on a GPU."""
 
 import logging
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -57,19 +56,6 @@ def test_inputs_of_two_devices_or_of_another_type_are_not_covered(triton_device:
     assert not launch.can_run([q.to('meta'), k.to('meta'), v.to('meta')])
     assert not launch.can_run([q, k.double(), v])
     assert not launch.can_run([q[:0], k[:0], v[:0]])
-
-
-def test_float64_takes_eager_and_says_so_once_if_triton_was_asked_for(triton_device: str):
-    operator._warn_once.cache_clear()
-    inputs = [x.to(triton_device) for x in make_qkv(B=1, T=5, D=3)]
-    with pytest.warns(
-        UserWarning, match="aft_simple has no 'triton' form for these inputs on this machine; using eager"
-    ):
-        y = ops.aft_simple(*inputs, backend='triton')
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        assert torch.equal(ops.aft_simple(*inputs, backend='triton'), y)
-        assert torch.equal(ops.aft_simple(*inputs), y)
 
 
 def forget_failures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,29 +143,6 @@ def test_a_capture_is_looked_for_on_the_device_of_the_inputs(monkeypatch: pytest
     assert is_capturing(torch.device('cuda', 1))
     assert not is_capturing(torch.device('cuda', 0))
     assert not is_capturing()
-
-
-def test_what_triton_cannot_compile_is_known_while_a_graph_is_captured(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    trial = pytest.importorskip('aft_vision.ops.common.trial_kernel')
-    compiled = []
-
-    def compile_first(*args, grid):
-        compiled.append((args, grid))
-        break_triton(torch.device('cuda', 0))
-
-    forget_failures(monkeypatch)
-    monkeypatch.setattr(trial, 'trial_kernel', SimpleNamespace(warmup=compile_first))
-    capture(monkeypatch, True)
-    with caplog.at_level(logging.WARNING):
-        found = [launch.failure(torch.device('cuda', 0)) for _ in range(3)]
-    assert found == ['Failed to find C compiler.'] * 3
-    # Tried anew each time, and said once.
-    assert compiled == [((torch.float32,), (1,))] * 3
-    assert [record.getMessage() for record in caplog.records if record.name == launch.__name__] == [
-        'Triton cannot compile for cuda:0, so AFT runs there in the slower torch forms: Failed to find C compiler.'
-    ]
 
 
 def test_nothing_runs_for_trial_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch):
@@ -314,37 +277,6 @@ def test_what_is_kept_on_disk_is_of_one_kind_of_device_and_one_class_of_lengths(
     assert found == [(128, 3, 'H200'), (128, 3, 'L4')]
 
 
-def test_each_tuning_depends_on_arguments_and_none_on_the_batch(triton_device: str):
-    from aft_vision.ops.axial import kernels as axial
-    from aft_vision.ops.causal import local_backward_kernels as local_backward
-    from aft_vision.ops.causal import local_kernels as local_causal
-    from aft_vision.ops.causal import simple_kernels as simple_causal
-    from aft_vision.ops.conv import direct_kernels as direct
-    from aft_vision.ops.conv import kernels as conv
-    from aft_vision.ops.conv import line_kernels as lines
-    from aft_vision.ops.conv import onehot_kernels as onehot
-    from aft_vision.ops.conv import whole_kernels as whole
-    from aft_vision.ops.full import kernels as full
-    from aft_vision.ops.simple import kernels as simple
-
-    modules = axial, conv, direct, full, lines, local_causal, local_backward, onehot, simple, simple_causal, whole
-    kernels = [x for module in modules for x in vars(module).values()]
-    tuners = [kernel for kernel in kernels if hasattr(kernel, 'keys') and hasattr(kernel, 'configs')]
-    assert len(tuners) >= 20
-    assert not any({'B', 'rows', 'blocks'} & set(tuner.keys) for tuner in tuners)
-    assert all(set(tuner.keys) <= set(tuner.arg_names) for tuner in tuners)
-
-
-def test_kernels_are_launched_by_one_thread_at_a_time(triton_device: str):
-    x = torch.zeros(1, device=triton_device)
-    free = []
-    with launch.launching('first', x), launch.launching('again', x):
-        thread = threading.Thread(target=lambda: free.append(launch._lock.acquire(blocking=False)))
-        thread.start()
-        thread.join()
-    assert free == [False]
-
-
 def test_threads_get_their_own_results(triton_device: str):
     inputs = [[x.to(triton_device) + i for x in single(T=19)] for i in range(4)]
     expected = [ops.aft_simple(*x, backend='eager') for x in inputs]
@@ -370,13 +302,6 @@ def test_what_is_too_large_is_not_covered_and_said_once(shape: tuple[int, ...]):
         assert not launch._fits([few, few, few, torch.empty(1 << 15, 1 << 16, device='meta')])
 
 
-def test_another_form_takes_what_is_too_large(triton_device: str):
-    q, k, v = (x[:, :1].expand(1 << 16, 1, 1) for x in single(D=1, device=triton_device))
-    launch._warn_too_large.cache_clear()
-    with pytest.warns(UserWarning, match='using another form for more'):
-        assert torch.equal(ops.aft_simple(q, k, v), ops.aft_simple(q, k, v, backend='eager'))
-
-
 @pytest.mark.parametrize('name', [x.name for x in OPERATIONS.values() if x.form('triton')])
 def test_the_backward_takes_outputs_and_denominators_with_any_strides(name: str, triton_device: str):
     inputs = operands(name, plain(make_inputs(name, (1, 5), 3, 3, B=1), device=triton_device))
@@ -387,22 +312,6 @@ def test_the_backward_takes_outputs_and_denominators_with_any_strides(name: str,
     wanted = backward(grad, y, saved, *inputs, True, 'triton')
     found = backward(grad, *turned, *inputs, True, 'triton')
     assert all(torch.equal(x, expected) for x, expected in zip(found, wanted, strict=True))
-
-
-@pytest.mark.gpu
-def test_a_captured_graph_replays_it():
-    inputs = [x.to('cuda', torch.bfloat16) for x in make_qkv(B=2, T=197, D=64)]
-    bias = randn(197, 197, seed=8).to('cuda', torch.bfloat16)
-    with torch.no_grad():
-        expected = ops.aft_full(*inputs, bias, backend='triton')
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = ops.aft_full(*inputs, bias, backend='triton')
-    y.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(y, expected)
 
 
 @pytest.mark.gpu
@@ -418,27 +327,6 @@ def test_a_shape_first_met_in_a_capture_runs_untimed():
     graph.replay()
     torch.cuda.synchronize()
     assert_close(y.cpu(), ops.aft_simple(*(x.cpu().double() for x in inputs), backend='eager'), 2e-2)
-
-
-@pytest.mark.parametrize('tokens', [1, 9, 40, 49, 63, 120, 144, 177, 196, 197, 232, 248, 250, 256])
-def test_pieces_of_a_sequence_are_few_powers_of_two_that_hold_it(tokens: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
-    targets, sources = launch.pieces(tokens, launch.TARGETS), launch.pieces(tokens, launch.SOURCES)
-    for found, least in ((targets, launch.TARGETS), (sources, launch.SOURCES)):
-        assert len(found) <= 3
-        assert all(size & (size - 1) == 0 and least <= size <= launch.PIECE for size in found)
-        assert list(found) == sorted(found, reverse=True)
-        assert tokens <= sum(found) <= tokens + max(least, tokens / 3)
-    assert sum(targets) <= sum(sources)
-    if tokens == 197:
-        assert (targets, sources) == ((128, 64, 8), (128, 64, 16))
-
-
-@pytest.mark.parametrize(
-    ('tiles', 'limit', 'expected'), [(1, 132, 1), (132, 132, 132), (133, 132, 67), (3072, 264, 256)]
-)
-def test_programs_share_tiles_evenly(tiles: int, limit: int, expected: int):
-    assert launch.programs(tiles, limit) == expected
 
 
 def test_weights_are_known_from_the_second_call_until_a_bias_is_trained():

@@ -3,7 +3,7 @@
 Memory that is not yet written holds NaN meanwhile, in outputs and in workspaces.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -89,49 +89,17 @@ def checker(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Che
     torch.use_deterministic_algorithms(False)
 
 
-def make_kernel(body: Callable[..., None]) -> Any:
-    import triton
-
-    return triton.jit(body)
-
-
 def read_behind(X, n):
     from triton import language as tl
 
     tl.load(X + n)
 
 
-def write_before(X, n):
-    from triton import language as tl
+def test_the_checker_finds_a_wrong_access(checker: Checker):
+    import triton
 
-    tl.store(X - 1, 0.0)
-
-
-def write_twice(X, n):
-    from triton import language as tl
-
-    tl.store(X, tl.program_id(0).to(tl.float32))
-
-
-def read_what_another_writes(X, n):
-    from triton import language as tl
-
-    tl.store(X + tl.program_id(0), 1.0)
-    tl.load(X + n - 1 - tl.program_id(0))
-
-
-@pytest.mark.parametrize(
-    ('body', 'words'),
-    [
-        (read_behind, 'outside of all tensors'),
-        (write_before, 'outside of all tensors'),
-        (write_twice, 'two programs write one place'),
-        (read_what_another_writes, 'a load of what another program writes'),
-    ],
-)
-def test_the_checker_finds_a_wrong_access(body: Callable[..., None], words: str, checker: Checker):
-    with pytest.raises(Exception, match=words):
-        make_kernel(body)[(2,)](torch.zeros(2), 2)
+    with pytest.raises(Exception, match='outside of all tensors'):
+        triton.jit(read_behind)[(2,)](torch.zeros(2), 2)
 
 
 @pytest.mark.parametrize('spread', [1.0, 30.0], ids=['ordinary', 'underflowing'])
@@ -139,7 +107,7 @@ def test_the_checker_finds_a_wrong_access(body: Callable[..., None], words: str,
 def test_a_kernel_accesses_its_own_tensors_and_writes_all_of_its_results(name: str, spread: float, checker: Checker):
     # Tokens that fill more than one tile and not the next.
     grid, channels = {
-        **{'conv': ((5, 7), 2), 'onehot': ((3, 7), 2), 'axial': ((3, 7), 2), 'local_causal': ((5, 7), 1)},
+        **{'conv': ((5, 7), 2), 'axial': ((3, 7), 2), 'local_causal': ((5, 7), 1)},
         **{'full whole': ((3, 5), 1), 'conv whole': ((3, 5), 4), 'conv lines': ((5, 7), 4), 'conv direct': ((5, 2), 1)},
     }.get(name, ((3, 7), 1))
     operation, kernels = find_operation(name.split()[0])

@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,13 +110,3 @@ def test_pairs_are_added_as_the_instruction_rounds_them(products: cpp.Kernels, r
     assert same.all(), [hex(z[~same][0]) for z in (sums, x, y, out.view(np.uint32), expected.view(np.uint32))]
     for kind in (~np.isfinite(expected), expected == 0, in_range & (expected != 0)):
         assert kind.sum() > 500
-
-
-def test_a_list_in_braces_is_no_product(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    # It would be converted to one of any kind.
-    source = SOURCE.format(folder=build.FOLDER)
-    (tmp_path / 'products.cpp').write_text(source.replace('(Product<Op>{', '({'))
-    monkeypatch.setattr(build, 'SOURCES', [tmp_path / 'products.cpp'])
-    monkeypatch.setenv('TORCH_EXTENSIONS_DIR', str(tmp_path / 'kept'))
-    with pytest.raises(RuntimeError, match='no matching function'):
-        build.build_library()

@@ -47,15 +47,6 @@ def test_nothing_in_this_process_changes():
     assert torch.get_num_threads() == threads
 
 
-def test_where_no_process_can_be_started_it_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    def fork() -> int:
-        raise BlockingIOError('Resource temporarily unavailable')
-
-    monkeypatch.setattr(os, 'fork', fork)
-    with pytest.raises(OSError, match='temporarily'):
-        run_trials({'fine': lambda: None})
-
-
 def test_what_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trial, 'LIMIT', 0.3)
     start = time.monotonic()
