@@ -145,21 +145,6 @@ class ClassEvaluator(ClassificationEvaluator):
             torch.distributed.all_reduce(self.by_class)
         return super().compute(distributed)
 
-    def describe(self, class_names: Sequence[str]) -> dict[str, dict[str, float | None]]:
-        """Return samples, top-1 and, of more than five classes, top-5 accuracy in percent by name.
-
-        It is None for a class without samples.
-        """
-        has_top5 = len(class_names) > 5
-        return {
-            name: {
-                'samples': samples,
-                'top1': 100 * top1 / samples if samples else None,
-                **({'top5': 100 * top5 / samples if samples else None} if has_top5 else {}),
-            }
-            for name, (samples, top1, top5) in zip(class_names, self.by_class.tolist(), strict=True)
-        }
-
 
 def check_classes(model: Any, class_names: Sequence[str], data: str, by_place: bool = False) -> None:
     """Raise a ValueError unless the data set has the classes of a model, or of its Weights, in the same order.

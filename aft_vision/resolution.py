@@ -1,35 +1,18 @@
-"""Classifiers at other image sizes than in training: resized copies and pictures."""
+"""Classifiers at other image sizes than in training: native shapes, and pictures of their accuracy."""
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from timm.layers import PatchEmbed, to_2tuple
+from timm.layers import to_2tuple
 from timm.models.naflexvit import NaFlexVit
 from torch import nn
 
 from aft_vision.data import NativeShape
 from aft_vision.models import AFTVisionTransformer
-from aft_vision.sizes import check_image_size, check_resizable, has_fixed_input_size, resize_model
+from aft_vision.sizes import has_fixed_input_size
 from aft_vision.visualize import new_figure
-
-Size = int | tuple[int, int]
-
-
-def check_size(model: nn.Module, size: Size, pad: bool = False) -> None:
-    """Check that `resized_copy` supports a size, without making the copy.
-
-    Raises:
-        ValueError: the size is below 1, the model has another fixed size and no `set_input_size`, or the image is
-            neither whole patches nor padded.
-    """
-    if min(to_2tuple(size)) < 1:
-        raise ValueError(f'expected an image size of at least 1 px, got {size}')
-    check_resizable(model, to_2tuple(size))
-    if not (pad and _can_pad(model)):
-        check_image_size(model, to_2tuple(size))
 
 
 def naflex_shape(model: nn.Module, max_tokens: int) -> NativeShape:
@@ -56,37 +39,8 @@ def naflex_shape(model: nn.Module, max_tokens: int) -> NativeShape:
     return NativeShape(max_tokens, to_2tuple(model.patch_embed.patch_size))
 
 
-def _can_pad(model: nn.Module) -> bool:
-    return isinstance(getattr(model, 'patch_embed', None), PatchEmbed)
-
-
-def resized_copy(model: nn.Module, size: Size, pad: bool = False) -> nn.Module:
-    """Copy a model for images of one size; the model itself is not modified.
-
-    It is a copy because repeated resizing of position parameters would accumulate errors. A fixed-size model is resized
-    by timm's `set_input_size`.
-
-    Args:
-        size: (H, W) in pixels, or the side of a square.
-        pad: Let the patch embedding pad images at the right and at the bottom to whole patches, with 0, the mean of
-            normalised images. Every padded patch contains pixels of the image, so all patches count and no mask is
-            used.
-
-    Raises:
-        ValueError: as in `check_size`.
-    """
-    check_size(model, size, pad)
-    height, width = to_2tuple(size)
-    resized: Any = copy.deepcopy(model)
-    if pad and _can_pad(model):
-        resized.patch_embed.dynamic_img_pad, resized.patch_embed.strict_img_size = True, False
-        steps = resized.patch_embed.patch_size
-        height, width = math.ceil(height / steps[0]) * steps[0], math.ceil(width / steps[1]) * steps[1]
-    return resize_model(resized, (height, width))
-
-
 def size_label(row: Mapping[str, Any]) -> str:
-    """Format the size of a row with `height` and `width`, or `max_tokens`: `384x256`, `224`, `native 96`."""
+    """Format the size of a row with `height` and `width`, or `max_tokens`: `224`, `384x256`, `native 96`."""
     if 'max_tokens' in row:
         return f'native {row["max_tokens"]}'
     height, width = row['height'], row['width']

@@ -1,7 +1,7 @@
 """Draw inputs of the operators of AFT, nasty ones too, and compare with float64 until the time is over.
 
-Prints a table of operator, backend, cases tried and cases that were wrong, and for each kind of mistake the smallest
-case found as a command that repeats it. Ends with status 1 if there is one.
+Prints a table of operator, backend and cases tried, and for a mistake the smallest case found as a command that repeats
+it. Ends with status 1 if there is one.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ PAIRS = [(operator, backend) for operator, backends in BACKENDS.items() for back
 # Blocks of targets have 32, 64 or 128 tokens: sequences that end at a border, one token before and after, and others.
 TOKENS = (1, 2, 3, 5, 8, 16, 31, 32, 33, 34, 63, 64, 65, 66, 96, 97, 127, 128, 129, 130, 160, 193)
 TOKENS_INTERPRETED = (1, 2, 3, 5, 9, 17, 33)
-# Calls to make the first case of a kind of mistake smaller, and cases of each form however short the time is.
+# Calls to make a case of a mistake smaller, and cases of each form however short the time is.
 SHRINKING = {'eager': 400, 'cpp': 400, 'triton': 40}
 MIN_CASES = 20
 # Weights (B, T, S, D) of the oracle, at most.
@@ -128,11 +128,7 @@ class Case:
 
 
 class Wrong(AssertionError):
-    """A result that is not the right one, and what kind of result that is."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(f'{kind}: {message}')
-        self.kind = kind
+    """A result that is not the right one."""
 
 
 def cases(operator: str, backend: str) -> st.SearchStrategy[Case]:
@@ -525,9 +521,9 @@ def compare(
     value, size = torch.from_numpy(expected.value), torch.from_numpy(expected.size)
     got = got.detach().cpu()
     if got.shape != value.shape:
-        raise Wrong(kind, f'shape {tuple(got.shape)}, expected {tuple(value.shape)}')
+        raise Wrong(f'{kind}: shape {tuple(got.shape)}, expected {tuple(value.shape)}')
     if not got.isfinite().all():
-        raise Wrong(kind, f'{int((~got.isfinite()).sum())} of {got.numel()} are not finite')
+        raise Wrong(f'{kind}: {int((~got.isfinite()).sum())} of {got.numel()} are not finite')
     narrow = torch.float16 in (got.dtype, dtype)
     limits = torch.finfo(torch.float16 if narrow else got.dtype)
     lost = limits.smallest_normal * (limits.eps if narrow else HUGE['float32'])
@@ -540,8 +536,8 @@ def compare(
         if found > most:
             at = tuple(int(x) for x in torch.unravel_index(error.argmax(), error.shape))
             raise Wrong(
-                kind,
-                f'{name} of the error {found:.3g} above {most:.3g}; got {got[at]:.9g}, want {value[at]:.9g} at {at}',
+                f'{kind}: {name} of the error {found:.3g} above {most:.3g}; got {got[at]:.9g}, want {value[at]:.9g} '
+                f'at {at}'
             )
 
 
@@ -608,7 +604,7 @@ def check_later(case: Case, inputs: Inputs, y: Tensor, arguments: dict[str, Any]
     near = keys[:, :1] + HEADROOM
     within = near.isfinite().all() and (torch.maximum(old, keys[:, first:]) <= near).all()
     if case.relation == 'later' and within and inputs.mask is None and not torch.equal(after, y[:, :first]):
-        raise Wrong('a later token within 60 nats', 'earlier results differ in some bits')
+        raise Wrong('a later token within 60 nats: earlier results differ in some bits')
 
 
 def _same(kind: str, got: Tensor, want: Tensor, bound: float) -> None:
@@ -618,61 +614,41 @@ def _same(kind: str, got: Tensor, want: Tensor, bound: float) -> None:
 
 @dataclass
 class Report:
-    """Result of a search: the smallest case of each kind of mistake, and its message."""
+    """Result of a search: the smallest case of the first mistake, and its error."""
 
     cases: int = 0
-    wrong: int = 0
-    failures: dict[str, tuple[Case, str]] = field(default_factory=dict)
+    failure: tuple[Case, Exception] | None = None
 
 
 def search(
     operator: str, backend: str, examples: int, seconds: float = INFINITY, first_seed: int | None = None
 ) -> Report:
-    """Try cases for one form of an operator.
+    """Try cases for one form of an operator until one is wrong, which hypothesis makes smaller.
 
     Args:
         examples: cases, of one draw if there is no seed, else of each of many.
         seconds: no new case is tried after them, when there are a few.
         first_seed: of the draws; None draws the same cases every time.
     """
-    report, end = Report(), time.monotonic() + seconds
-    number = first_seed
-    with form_available(backend):
-        while True:
-            _search_once(cases(operator, backend), report, examples, end, number)
-            if number is None or time.monotonic() > end:
-                return report
-            number += 1
-
-
-def _search_once(
-    strategy: st.SearchStrategy[Case], report: Report, examples: int, end: float, number: int | None
-) -> None:
-    # Up to the first mistake of a kind not yet reported, which hypothesis makes smaller. Others are counted.
+    report, end, number = Report(), time.monotonic() + seconds, first_seed
     failed: dict[Case, Exception] = {}
-    shrinking: list[str] = []
-    smallest: list[tuple[Case, str]] = []
-    calls = 0
+    smaller = 0
 
     def attempt(case: Case) -> None:
-        nonlocal calls
-        over = calls > SHRINKING[case.backend] if shrinking else time.monotonic() > end and report.cases >= MIN_CASES
-        if over and case not in failed:
-            return
-        calls += len(shrinking)
-        report.cases += not shrinking
-        error = failed.get(case) or _error(case)
-        if error is None:
-            return
-        kind = _kind(case, error)
-        report.wrong += not shrinking
-        if kind in report.failures or shrinking not in ([], [kind]):
-            return
-        if not shrinking:
-            shrinking.append(kind)
-        failed[case] = error
-        smallest[:] = [(case, f'{type(error).__name__}: {error}')]
-        raise error
+        nonlocal smaller
+        smaller += bool(failed)
+        late = smaller > SHRINKING[backend] if failed else time.monotonic() > end and report.cases >= MIN_CASES
+        if case not in failed and not late:
+            report.cases += not failed
+            try:
+                check(case)
+            # Whatever an operator raises for inputs that it must take is a mistake.
+            except Exception as error:
+                failed[case] = error
+        if case in failed:
+            # The last one is the smallest.
+            report.failure = case, failed[case]
+            raise failed[case]
 
     options = settings(
         max_examples=examples,
@@ -683,28 +659,17 @@ def _search_once(
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    run: Callable[[], None] = options(given(strategy)(attempt))
-    try:
-        (run if number is None else seed(number)(run))()
-    except Exception:
-        if not smallest:
-            raise
-        report.failures[shrinking[0]] = smallest[0]
-
-
-def _kind(case: Case, error: Exception) -> str:
-    holes = [name for name in ('key', 'bias') if getattr(case, f'{name}_holes') != 'none']
-    parts = [getattr(error, 'kind', type(error).__name__), *(f'{name} of minus infinity' for name in holes)]
-    return ', '.join(parts)
-
-
-def _error(case: Case) -> Exception | None:
-    try:
-        check(case)
-    # Whatever an operator raises for inputs that it must take is a mistake.
-    except Exception as error:
-        return error
-    return None
+    with form_available(backend):
+        while True:
+            run: Callable[[], None] = options(given(cases(operator, backend))(attempt))
+            try:
+                (run if number is None else seed(number)(run))()
+            except Exception:
+                if report.failure is None:
+                    raise
+            if number is None or report.failure or time.monotonic() > end:
+                return report
+            number += 1
 
 
 @contextmanager
@@ -737,14 +702,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     pairs = [x for x in PAIRS if x[0] in (args.operator or BACKENDS) and x[1] in (args.backend or operator.BACKENDS)]
     end, reports = time.monotonic() + args.seconds, []
-    print(f'{"operator":20} {"backend":8} {"cases":>8} {"wrong":>8}')
+    print(f'{"operator":20} {"backend":8} {"cases":>8}')
     for index, pair in enumerate(pairs):
         share = (end - time.monotonic()) / (len(pairs) - index)
         reports.append(search(*pair, examples=200, seconds=share, first_seed=args.seed))
-        print(f'{pair[0]:20} {pair[1]:8} {reports[-1].cases:8} {reports[-1].wrong:8}', flush=True)
-        for case, message in reports[-1].failures.values():
-            print(f'  {message}\n  {command(case)}', flush=True)
-    return int(any(report.wrong for report in reports))
+        print(f'{pair[0]:20} {pair[1]:8} {reports[-1].cases:8}', flush=True)
+        if failure := reports[-1].failure:
+            print(f'  {type(failure[1]).__name__}: {failure[1]}\n  {command(failure[0])}', flush=True)
+    return int(any(report.failure for report in reports))
 
 
 if __name__ == '__main__':

@@ -42,8 +42,8 @@ from aft_vision.fastformer import (
 from aft_vision.fastformer.tokenize import train_tokenizer
 from aft_vision.models.checkpoint import load_model
 from tools.console import find_commands
-from train.arguments import parse_args
 from train.char import CharConfig
+from train.command_line import parse_args
 from train.config import load_config
 from train.convert_schema import ConvertConfig
 from train.fastformer.tasks import TASKS, load_text_config

@@ -4,6 +4,7 @@ import argparse
 import ast
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,50 +48,29 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--device', default='auto', help='default: CUDA if available')
 
 
-def add_decoding(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Add the options of reading images, and return them."""
-    return [
-        parser.add_argument('--max-pixels', type=parse_positive, help='data.max_image_pixels (default: 268435456)'),
-        parser.add_argument('--bits', type=int, choices=range(8, 17), metavar='8..16', help='data.bits (default: 16)'),
-    ]
+def add_decoding(parser: argparse.ArgumentParser) -> None:
+    """Add the options of reading images."""
+    parser.add_argument('--max-pixels', type=parse_positive, help='data.max_image_pixels (default: 268435456)')
+    parser.add_argument('--bits', type=int, choices=range(8, 17), metavar='8..16', help='data.bits (default: 16)')
 
 
-def add_skipping(parser: argparse.ArgumentParser) -> None:
-    """Accept --skip-corrupt of earlier commands: every tool leaves out images that cannot be decoded."""
-    parser.add_argument('--skip-corrupt', action='store_true', help=argparse.SUPPRESS)
-
-
-def add_data_arguments(parser: argparse.ArgumentParser, required: bool = True) -> list[str]:
-    """Add the options of `tools.data.create_data_loader`; --data may be optional.
-
-    Returns:
-        The names of those that need images.
-    """
-    add_skipping(parser)
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `tools.data.create_data_loader`."""
     add = parser.add_argument
-    default = '' if required else ' (default: no images)'
-    add('--data', required=required, help=f'a folder or tar file, or the root of the data set of --name{default}')
+    add('--data', required=True, help='a folder or tar file, or the root of the data set of --name')
     add('--name', default='', help='a data set that timm reads, such as torch/cifar10 (default: none)')
     split = parser.add_mutually_exclusive_group().add_argument
-    split_help = 'the split (default: val, validation or test, the first that exists)'
+    split('--split', help='the split (default: val, validation or test, the first that exists)')
     share_help = 'the share of the training images that data.val_share held out in training'
-    options = [
-        split('--split', help=split_help),
-        split('--val-share', type=parse_share, help=share_help),
-        add('--val-seed', type=parse_count, default=0, help='data.val_seed of that training (default: 0)'),
-        add('--num-classes', type=parse_positive, help='number of classes, for a data set without this information'),
-        add(
-            '--match-classes',
-            choices=('name', 'place'),
-            default='name',
-            help='how classes are those of the model: by name, of which some are enough, or by order (default: name)',
-        ),
-        add('--batch-size', type=int, default=64, help='images per batch (default: 64)'),
-        add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)'),
-        add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)'),
-        *add_decoding(parser),
-    ]
-    return [option.dest for option in options]
+    split('--val-share', type=parse_share, help=share_help)
+    add('--val-seed', type=parse_count, default=0, help='data.val_seed of that training (default: 0)')
+    add('--num-classes', type=parse_positive, help='number of classes, for a data set without this information')
+    match_help = 'how classes are those of the model: by name, of which some are enough, or by order (default: name)'
+    add('--match-classes', choices=('name', 'place'), default='name', help=match_help)
+    add('--batch-size', type=int, default=64, help='images per batch (default: 64)')
+    add('--crop-pct', type=float, help='crop relative to the resized image (default: as in training)')
+    add('--workers', type=parse_count, default=2, help='decoding processes (default: 2)')
+    add_decoding(parser)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -116,18 +96,14 @@ def check_new(args: argparse.Namespace, *paths: Path) -> None:
         raise FileExistsError(f'expected new files, got {", ".join(present)}, which exist; give --overwrite')
 
 
-def parse_count(text: str) -> int:
-    """Parse a non-negative number."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'expected a number from 0 on, got {text!r}')
+def parse_count(text: str, least: int = 0) -> int:
+    """Parse a number from `least` on."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f'expected a number from {least} on, got {text!r}')
     return int(text)
 
 
-def parse_positive(text: str) -> int:
-    """Parse a number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'expected a number from 1 on, got {text!r}')
-    return int(text)
+parse_positive = partial(parse_count, least=1)
 
 
 def parse_share(text: str) -> float:

@@ -40,7 +40,7 @@ def create_data_loader(
     trained = resolve_model_data_config(model)
     check_channels(model, 3)
     source = Source(
-        dir=args.data or '',
+        dir=args.data,
         name=args.name,
         eval_split=args.split,
         val_share=args.val_share,

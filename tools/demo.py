@@ -35,9 +35,9 @@ if __name__ == '__main__':
     parse_args()
 
 import copy
+import io
 import math
 
-import numpy as np
 import timm
 import torch
 from PIL import Image
@@ -47,13 +47,13 @@ from aft_vision.models.checkpoint import load_model
 from aft_vision.sizes import default_size, resize_model
 from aft_vision.timing import time_rounds
 from aft_vision.visualize import (
-    DPI,
     SkippedImages,
     attention_heads,
     capture_mixers,
     draw_attention,
     draw_key_maps,
     evenly_spaced,
+    figure_png,
     find_readable,
     has_keys,
     has_token_grid,
@@ -145,21 +145,16 @@ def answer(
         # A hybrid has blocks of attention too, whose keys are not drawn.
         _, layers = capture_mixers(model, photograph.images)
         chosen = [layers[index].layer for index in evenly_spaced(len(layers), MAX_LAYERS)]
-        keys = draw(draw_key_maps(photograph, layers, max_heads=MAX_HEADS, chosen_layers=chosen))
+        keys = to_image(draw_key_maps(photograph, layers, max_heads=MAX_HEADS, chosen_layers=chosen))
     drawn = [*keyed_layers(model, attention=True).values()]
     chosen = [drawn[index] for index in evenly_spaced(len(drawn), MAX_LAYERS)]
-    attention = draw(draw_attention(photograph, model, token, max_heads=MAX_HEADS, chosen_layers=chosen))
+    attention = to_image(draw_attention(photograph, model, token, max_heads=MAX_HEADS, chosen_layers=chosen))
     return Answer(dict(predictions(model, logits)), 1000 * min(seconds), attention, keys)
 
 
-def draw(figure: Any) -> Image.Image:
+def to_image(figure: Any) -> Image.Image:
     """Return a figure as a picture."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    figure.set_dpi(DPI)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert('RGB')
+    return Image.open(io.BytesIO(figure_png(figure)))
 
 
 def page_theme() -> dict[str, Any]:

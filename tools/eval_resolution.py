@@ -12,9 +12,8 @@ Hugging Face or WebDataset by timm's name. A size is a side in pixels, HEIGHTxWI
 from START to STOP, including STOP; without --sizes it is that of training. A fixed-size model is resized with its
 `set_input_size`.
 
---pad accepts sizes that are not multiples of the patch size.
-
---model-arg replaces arguments that the models were trained with, such as resample_bias=True of AFT-axial.
+--model-arg replaces arguments that the models were trained with, such as resample_bias=True of AFT-axial, or
+dynamic_img_pad=True, which accepts sizes that are not multiples of the patch size.
 
 --native adds a row for images at their own shapes, for each N of --max-tokens: whole, at the largest size with at most
 N patches, in batches of timm's NaFlex. The largest square of at most N patches, by the patch size of
@@ -25,13 +24,10 @@ as ImageNet-A, ImageNet-R (200 classes) and ImageNet-V2 (folders 0 to 999) do: t
 themselves. --real-labels takes the labels of ReaL for the validation images of ImageNet: the answer must be one of
 those of an image, and images without a label are left out.
 
---per-class adds the top-1 accuracy of every class at each size, and writes its number of images and top-5 to the JSON
-file.
-
 Prints top-1 with its standard error, top-5 of more than five classes, images/s of the forward pass and peak memory (of
 the device, or of the process on a CPU), and writes eval_resolution.json and eval_resolution.png (needs matplotlib).
-Several checkpoints make eval_resolution_grid.json and no picture. Earlier results are replaced with --overwrite only.
-Images that cannot be decoded are named, counted and left out.
+Several checkpoints make eval_resolution_grid.json, with a table for each. Earlier results are replaced with --overwrite
+only. Images that cannot be decoded are named, counted and left out.
 """
 
 import argparse
@@ -71,9 +67,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('--sizes', type=parse_sizes, nargs='+', default=[], help='in pixels (default: as trained)')
     add('--native', action='store_true', help='evaluate images at their own shapes, next to the centre crop')
     add('--max-tokens', type=int, nargs='+', default=[], help='patches per image of --native')
-    add('--pad', action='store_true', help='pad images at the right and at the bottom to whole patches')
     add('--real-labels', type=Path, metavar='FILE', help="labels of ReaL (real.json) for ImageNet's validation images")
-    add('--per-class', action='store_true', help='also print the accuracy of every class')
     add_device(parser)
     add('--out', type=Path, help='folder of the results (default: next to the first checkpoint)')
     add_overwrite(parser)
@@ -83,10 +77,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f'--checkpoint takes each once, got {" ".join(map(str, args.checkpoint))}')
     if args.native != bool(args.max_tokens) or any(tokens < 1 for tokens in args.max_tokens):
         parser.error('--native needs --max-tokens, numbers of patches of at least 1, and --max-tokens needs --native')
-    if args.native and args.pad:
-        parser.error('--native takes no --pad')
-    if args.real_labels and args.per_class:
-        parser.error('--real-labels takes no --per-class, as an image has several classes')
     return args
 
 
@@ -101,19 +91,17 @@ from torch import nn
 
 from aft_vision.data import NativeShape
 from aft_vision.devices import peak_memory_mb, reset_peak_memory, use_device
-from aft_vision.evaluate import ClassEvaluator, evaluate_all, find_classes
+from aft_vision.evaluate import evaluate_all, find_classes
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model, read_record
 from aft_vision.resolution import (
-    check_size,
     distinct_names,
     draw_sizes,
     naflex_shape,
-    resized_copy,
     size_label,
     standard_error,
 )
-from aft_vision.sizes import training_size
+from aft_vision.sizes import check_image_size, check_resizable, resize_model, training_size
 from aft_vision.visualize import save_figure
 from tools.data import create_data_loader
 
@@ -122,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Print one line per checkpoint and image size.
 
     Returns:
-        The rows of the table, in ascending order of area, then native shapes, then averaged sizes; for several
+        The rows of the table, in ascending order of area, then native shapes; for several
         checkpoints one after the other, each row with the name of its checkpoint. The square of a native shape is a
         row of the checkpoints with that patch size.
 
@@ -138,10 +126,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     out = args.out or (first if first.is_dir() else first.parent)
     several = len(args.checkpoint) > 1
     name = 'eval_resolution_grid' if several else 'eval_resolution'
-    check_new(args, out / f'{name}.json', out / f'{name}.png')
+    check_new(args, out / f'{name}.json', *([] if several else [out / f'{name}.png']))
     out.mkdir(parents=True, exist_ok=True)
     settings = {'data': args.name or args.data, 'model_args': args.model_arg, 'device': str(device)}
-    settings |= {'pad': args.pad}
     tables: list[dict[str, Any]] = []
     titles = distinct_names(args.checkpoint)
     part = out / f'{name}.json.part'
@@ -164,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     part.unlink(missing_ok=True)
     if not several:
         save_figure(draw_sizes(rows, result['train_size']), out / f'{name}.png')
-    print(f'{name}.json{"" if several else f" and {name}.png"} in {out}')
+    print(f'{name}.json is in {out}')
     return rows
 
 
@@ -179,12 +166,8 @@ def sizes_of(model: nn.Module, args: argparse.Namespace) -> list[tuple[int, int]
 def check_sizes(model: nn.Module, args: argparse.Namespace) -> None:
     """Raise a ValueError if the model does not support one of the sizes."""
     for size in sizes_of(model, args):
-        # Add the advice only if padding would help.
-        check_size(model, size, pad=True)
-        try:
-            check_size(model, size, args.pad)
-        except ValueError as error:
-            raise ValueError(f'{error}; --pad pads the images') from error
+        check_resizable(model, size)
+        check_image_size(model, size)
 
 
 def evaluate_checkpoint(
@@ -196,70 +179,51 @@ def evaluate_checkpoint(
         keep: Called with the table after each row.
     """
     model = load_model(checkpoint, **args.model_arg)
-    sizes: list[NativeShape | tuple[int, int]] = [*sizes_of(model, args)]
-    sizes += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
+    views: list[NativeShape | tuple[int, int]] = [*sizes_of(model, args)]
+    views += [naflex_shape(model, tokens) for tokens in sorted(set(args.max_tokens))]
     rows: list[dict[str, Any]] = []
     train_size = list(training_size(model, read_record(checkpoint)))
     table: dict[str, Any] = {'checkpoint': str(checkpoint), 'train_size': train_size, 'sizes': rows}
-    for size in sizes:
-        row = evaluate_at(model, size, args, device)
+    width = 12
+    for view in views:
+        row = evaluate_at(model, view, args, device)
         # Of five classes or fewer, all are among the first five.
         has_top5 = 'top5' in row
         if not rows:
             heading = f'  {"top-5 %":>7}' * has_top5
-            print(f'{"size":>12}  {"top-1 %":>7}  {"+-":>5}{heading}  {"images/s":>8}  {"peak MiB":>8}')
+            print(f'{"size":>{width}}  {"top-1 %":>7}  {"+-":>5}{heading}  {"images/s":>8}  {"peak MiB":>8}')
         rows.append(row)
         keep(table)
         title = f'{row["height"]:>4}x{row["width"]:<4}' if 'height' in row else size_label(row)
         print(
-            f'{title:>12}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}'
+            f'{title:>{width}}  {row["top1"]:>7.2f}  {standard_error(row):>5.2f}'
             + (f'  {row["top5"]:>7.2f}' if has_top5 else '')
             + f'  {row["images_per_second"]:>8.1f}  {row["peak_memory_mb"]:>8.0f}'
         )
-    if args.per_class:
-        print_classes(rows)
     return table
 
 
-def print_classes(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a line per class with its top-1 accuracy in each row of the table of sizes."""
-    titles = [size_label(row) for row in rows]
-    width = max(len('class'), *(len(name) for name in rows[0]['classes']))
-    print(f'\n{"class":{width}}  {"images":>6}  ' + '  '.join(f'{title:>8}' for title in titles))
-    for name, first in rows[0]['classes'].items():
-        accuracies = (row['classes'][name]['top1'] for row in rows)
-        cells = (
-            f'{"-" if top1 is None else f"{top1:.2f}":>{max(len(title), 8)}}'
-            for top1, title in zip(accuracies, titles, strict=True)
-        )
-        print(f'{name:{width}}  {first["samples"]:>6}  ' + '  '.join(cells))
-
-
 def evaluate_at(
-    model: nn.Module,
-    size: NativeShape | tuple[int, int],
-    args: argparse.Namespace,
-    device: torch.device,
+    model: nn.Module, view: NativeShape | tuple[int, int], args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """Evaluate a copy of the model at native shapes or one size (H, W)."""
-    described: dict[str, Any]
-    if isinstance(size, NativeShape):
-        evaluated, described = copy.deepcopy(model), {'max_tokens': size.max_tokens}
+    # Resizing position parameters twice would resample what has been resampled.
+    evaluated: nn.Module = copy.deepcopy(model)
+    if isinstance(view, NativeShape):
+        described = {'max_tokens': view.max_tokens}
     else:
-        evaluated = resized_copy(model, size, args.pad)
-        described = dict(zip(('height', 'width'), size, strict=True))
-    loader, class_names, classes = create_data_loader(model, size, args, device)
+        evaluated, described = resize_model(evaluated, view), dict(zip(('height', 'width'), view, strict=True))
+    loader, _, classes = create_data_loader(model, view, args, device)
     evaluated = reparameterize_model(evaluated.to(device), inplace=True)
     reset_peak_memory(device)
-    evaluator: Any = ClassEvaluator(device, len(class_names))
+    evaluator = ClassificationEvaluator(device)
     if args.real_labels:
         evaluator = RealEvaluator(device, read_real_labels(args.real_labels, loader))
         classes = find_classes(model, ImageNetInfo().label_names(), 'ImageNet', args.match_classes == 'place')
     (metrics,) = evaluate_all(
         [evaluated], loader, device, progress=sys.stderr.isatty(), evaluator=lambda: evaluator, classes=classes
     )
-    by_class = {'classes': evaluator.describe(class_names)} if args.per_class else {}
-    return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device), **by_class}
+    return {**described, **metrics, 'peak_memory_mb': peak_memory_mb(device)}
 
 
 class RealEvaluator(ClassificationEvaluator):

@@ -25,7 +25,7 @@ Every onnx and pt2 file is compared with PyTorch on random images before it gets
 dynamic. The largest difference is printed, relative to the largest logit; above --tolerance it is an error.
 
 --lowering matmul writes AFT-conv as one constant matrix per head and layer, heads x T x T floats for T tokens, at one
-size. Use it for few heads; it loses no digits if the position bias is very negative. --form is its earlier name.
+size. Use it for few heads; it loses no digits if the position bias is very negative.
 
 --int8 then replaces the weights and inputs of the projections of an onnx file by int8, by onnxruntime.quantization.
 --data is a folder of photographs: it prints how often the most likely class stays the same. --int8 alone means
@@ -46,7 +46,6 @@ from train.command_line import CommandParser, run_command
 # These are also in aft_vision.export, which is slow to import. Parts of hf for users without this package.
 PARTS = ('code', 'onnx', 'pt2')
 FORMATS = ('onnx', 'pt2', 'hf', 'web')
-TIMMX_FORMATS = ('coreai', 'coreml', 'executorch', 'litert', 'ncnn', 'openvino', 'tensorrt', 'torchscript')
 INT8_MODES = ('dynamic', 'static')
 LOWERINGS = ('conv', 'matmul')
 # Photographs of --data that are read, evenly spaced.
@@ -61,15 +60,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     source.add_argument('--model', help='a timm model name')
     parser.add_argument('--model-arg', nargs='+', action=KeyValues, default={}, metavar='KEY=VALUE', help='of --model')
     parser.add_argument('--pretrained', action='store_true', help='load the published weights of --model')
-    parser.add_argument(
-        '--format', type=parse_format, required=True, choices=FORMATS, metavar='FORMAT', help=', '.join(FORMATS)
-    )
+    parser.add_argument('--format', required=True, choices=FORMATS)
     parser.add_argument('--out', type=Path, required=True, help='the file, or the folder for hf and web')
     add_size(parser)
     add_decoding(parser)
     parser.add_argument('--fixed-size', action='store_true', help='fix the image size')
     parser.add_argument('--batch', type=parse_positive, help='fix the batch size (default: any)')
-    parser.add_argument('--lowering', '--form', choices=LOWERINGS, help='AFT-conv in onnx, pt2 --aten (default: conv)')
+    parser.add_argument('--lowering', choices=LOWERINGS, help='AFT-conv in onnx, pt2 --aten (default: conv)')
     parser.add_argument('--aten', action='store_true', help="pt2 with only torch's operators")
     parser.add_argument(
         '--int8', nargs='?', const='dynamic', choices=INT8_MODES, help='projections of the onnx file in int8'
@@ -106,14 +103,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.opset = 20 if args.opset is None else args.opset
     args.tolerance = 1e-5 if args.tolerance is None else args.tolerance
     return args
-
-
-def parse_format(text: str) -> str:
-    """Pass on a format, unless timmx writes it."""
-    if text in TIMMX_FORMATS:
-        call = f"timmx.export_model('{text}', 'local-dir:FOLDER', ...)"
-        raise argparse.ArgumentTypeError(f'{call} writes it from a folder of --format hf, see docs/guide/export.md')
-    return text
 
 
 if __name__ == '__main__':

@@ -1,23 +1,22 @@
 """Turn an AFT-conv trained with gumbel=True into a one-hot model: one learned offset per head (AFT Eq. 10).
 
-python -m tools.harden_gumbel --checkpoint FILE_OR_DIR --out DIR [--data IMAGES]
+python -m tools.harden_gumbel --checkpoint FILE_OR_DIR --out DIR
 
 FILE_OR_DIR is a run or a checkpoint of train.imagenet, or an exported folder, of a model with gumbel=true. DIR becomes
 an exported folder with the same classes and preprocessing, and a model card. After `import aft_vision`,
 `timm.create_model('local-dir:DIR', pretrained=True)` loads it, and so do tools.eval_resolution (--checkpoint DIR) and
 the trainer (run.init_from=DIR with model.mixer=onehot).
 
-Prints the parameters before and after, and with --data the accuracy before and after. Writes the same to
-DIR/harden_gumbel.json.
+Prints the parameters before and after, and writes them to DIR/harden_gumbel.json. tools.eval_resolution --checkpoint
+FILE_OR_DIR DIR measures the accuracy of both.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.arguments import add_data_arguments, add_device, add_license, check_out
+from tools.arguments import add_device, add_license, check_out
 from train.command_line import CommandParser, run_command
 
 
@@ -27,13 +26,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--checkpoint', type=Path, required=True, help='a checkpoint file, a run or an exported folder')
     parser.add_argument('--out', type=Path, required=True, help='the folder to export to')
     add_license(parser)
-    options = add_data_arguments(parser, required=False)
     add_device(parser)
-    args = parser.parse_args(argv)
-    for name in options:
-        if getattr(args, name) != parser.get_default(name) and not (args.data or args.name):
-            parser.error(f'--{name.replace("_", "-")} belongs to the images of --data or --name')
-    return args
+    return parser.parse_args(argv)
 
 
 if __name__ == '__main__':
@@ -42,14 +36,11 @@ if __name__ == '__main__':
 from torch import nn
 
 from aft_vision.devices import use_device
-from aft_vision.evaluate import evaluate_all
 from aft_vision.export import export_model
 from aft_vision.files import write_json
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.harden import harden
 from aft_vision.models.transfer_source import set_license
-from aft_vision.sizes import default_size
-from tools.data import create_data_loader
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -59,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         The content of harden_gumbel.json.
 
     Raises:
-        ValueError: the checkpoint, the data set or the device is not valid, the model was not trained with
-            gumbel=True, or the result would overwrite it or hide the one of another run.
+        ValueError: the checkpoint or the device is not valid, the model was not trained with gumbel=True, or the result
+            would overwrite it or hide the one of another run.
     """
     args = parse_args(argv)
     check_out(args.out, args.checkpoint)
@@ -74,12 +65,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         'device': str(device),
         'parameters': {'gumbel': count_parameters(model), 'onehot': count_parameters(onehot)},
     }
-    if args.data or args.name:
-        # In one pass over the data set, at the training size.
-        loader, _, classes = create_data_loader(model, default_size(model), args, device)
-        models = [model, onehot]
-        before, after = evaluate_all(models, loader, device, progress=sys.stderr.isatty(), classes=classes)
-        result['accuracy'] = {'gumbel': before, 'onehot': after}
     set_license(onehot, args.license or model.pretrained_cfg.get('license'))
     export_model(onehot, args.out, model.pretrained_cfg.get('label_names') or [], card=True)
     write_json(args.out / 'harden_gumbel.json', result)
@@ -97,9 +82,6 @@ def print_result(result: dict[str, Any]) -> None:
     """Print the content of the JSON file as tables."""
     before, after = result['parameters']['gumbel'], result['parameters']['onehot']
     print(f'parameters: {before:,} before, {after:,} after ({100 * (after / before - 1):.1f} %)')
-    for name, metrics in result.get('accuracy', {}).items():
-        top5 = f'  top-5 {metrics["top5"]:.2f} %' if 'top5' in metrics else ''
-        print(f'{name:>6}: top-1 {metrics["top1"]:.2f} %{top5}  loss {metrics["loss"]:.4f}')
 
 
 if __name__ == '__main__':

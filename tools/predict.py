@@ -145,9 +145,7 @@ def load_published(name: str) -> Any:
     """
     if ':' not in name and not timm.is_model(name):
         near = did_you_mean(name, timm.list_models())
-        path = '; hf-hub:NAME is a model of the hub, --checkpoint takes a file, a run or an exported folder'
-        hint = path if '/' in name else near
-        hint = '; onnxruntime runs an ONNX file, see docs/guide/export.md' if name.endswith('.onnx') else hint
+        hint = near or '; hf-hub:NAME is one of the hub, --checkpoint takes a file, a run or an exported folder'
         raise ValueError(f'expected a model of timm with weights, got {name}{hint}')
     return build_model(name, pretrained=True)
 

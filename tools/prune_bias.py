@@ -14,8 +14,8 @@ model without global context (global_context=False) is an error, because there w
 
 Prints for each threshold the share of pruned entries, top-1, the offsets that a head keeps (mean, min, max), and the
 multiply-adds of the kept offsets relative to whole kernels. Writes prune_bias.json, which also has offsets and entropy
-of each layer, and prune_bias.png (needs matplotlib). --save THRESHOLD also writes the model pruned at this threshold
-into the folder pruned/, which `timm.create_model('local-dir:DIR/pruned', pretrained=True)` loads.
+of each layer. --save THRESHOLD also writes the model pruned at this threshold into the folder pruned/, which
+`timm.create_model('local-dir:DIR/pruned', pretrained=True)` loads.
 """
 
 import argparse
@@ -64,7 +64,6 @@ from aft_vision.regularizers import (
     threshold_that_keeps,
 )
 from aft_vision.sizes import check_image_size
-from aft_vision.visualize import new_figure, save_figure
 from tools.data import create_data_loader
 
 THRESHOLDS = [0.01, 0.03, 0.1, 0.3]
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """
     args = parse_args(argv)
     out = args.out or (args.checkpoint if args.checkpoint.is_dir() else args.checkpoint.parent)
-    check_new(args, out / 'prune_bias.json', out / 'prune_bias.png', *([] if args.save is None else [out / 'pruned']))
+    check_new(args, out / 'prune_bias.json', *([] if args.save is None else [out / 'pruned']))
     device = use_device(args.device)
     model: Any = load_model(args.checkpoint, device)
     # First: a model without them may have no grid of tokens either.
@@ -108,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
     print_table(rows)
     write_json(out / 'prune_bias.json', result)
-    save_figure(draw_cost(rows), out / 'prune_bias.png')
-    print(f'prune_bias.json and prune_bias.png are in {out}')
+    print(f'prune_bias.json is in {out}')
     if args.save is not None:
         pruned = prune(model, args.save)
         set_license(pruned, args.license or model.pretrained_cfg.get('license'))
@@ -155,31 +153,6 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             f'{row["threshold"]:>9.4g}  {100 * row["sparsity"]:>8.2f}  {row["top1"]:>7.2f}  {offsets:>16}  '
             f'{row["madds_sparse"] / row["madds_dense"]:>13.3f}'
         )
-
-
-def draw_cost(rows: Sequence[dict[str, Any]]) -> Any:
-    """Draw accuracy and multiply-adds over the share of kept entries."""
-    figure = new_figure(10, 4)
-    accuracy, cost = figure.subplots(1, 2)
-    kept = [100 * (1 - row['sparsity']) for row in rows]
-    accuracy.plot(kept, [row['top1'] for row in rows], marker='o')
-    accuracy.axhline(rows[0]['top1'], color='grey', linewidth=0.8, linestyle='--')
-    for x, row in list(zip(kept, rows, strict=True))[1:]:
-        style = dict(xytext=(0, -8), textcoords='offset points', rotation=90, ha='center', va='top', fontsize=8)
-        accuracy.annotate(f'{row["threshold"]:.2g}', (x, row['top1']), **style)
-    accuracy.set(ylabel='top-1 accuracy (%)', title='numbers: threshold of |exp(w) - 1|; dashed: unpruned')
-    accuracy.title.set_fontsize(9)
-    cost.plot(kept, [row['madds_sparse'] / row['madds_dense'] for row in rows], marker='o')
-    cost.set_ylabel('multiply-adds of the kept offsets, relative to whole kernels')
-    for axes in (accuracy, cost):
-        # The share may be 0, which a logarithmic axis cannot show.
-        axes.set_xscale('symlog', linthresh=0.1)
-        axes.set_xticks([100, 10, 1, 0.1, 0], ['100', '10', '1', '0.1', '0'])
-        axes.set_xlim(150, 0.6 * min(kept) if min(kept) > 0.2 else -0.02)
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-        axes.set_xlabel('entries of the kernels that are kept (%)')
-        axes.grid(alpha=0.3)
-    return figure
 
 
 if __name__ == '__main__':

@@ -24,7 +24,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add('--model', type=Path, required=True, help='a folder with a saved recommender and its tokenizer')
     add('--news', type=Path, required=True, help="MIND's news.tsv, or a folder of MIND or MovieLens-100k")
-    add('--text-columns', nargs='+', help='columns of MIND that the model reads (default: those of its training)')
     add('--history', nargs='*', default=[], metavar='NAME', help='clicked news, the oldest first')
     add('--candidates', nargs='+', metavar='NAME', help='news to rank (default: all other news)')
     add('--top', type=parse_positive, default=10, help='lines to print (default: 10)')
@@ -48,15 +47,12 @@ def main(argv: Sequence[str] | None = None) -> list[tuple[float, str]]:
         Their scores and names, the best first.
 
     Raises:
-        ValueError: the model, the file, a column or a name is not valid.
+        ValueError: the model, the file or a name is not valid.
     """
     args = parse_args(argv)
     ranker = NewsRanker.load(args.model, use_device(args.device))
     has_news = args.news.is_file() or (args.news / 'news.tsv').is_file()
-    if args.text_columns and not has_news:
-        raise ValueError(f'expected no --text-columns for the films of {args.news}, got {" ".join(args.text_columns)}')
-    columns = args.text_columns or ranker.model.config.text_columns
-    news = read_mind_news(args.news, columns) if has_news else read_films(args.news)
+    news = read_mind_news(args.news, ranker.model.config.text_columns) if has_news else read_films(args.news)
     history = rows_of(news, args.history, args.news)
     candidates = rows_of(news, args.candidates or [name for name in news.ids if name not in args.history], args.news)
     scores = ranker.score([news.texts[row] for row in history], [news.texts[row] for row in candidates])

@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.arguments import add_decoding, add_overwrite, add_skipping, check_new, decoding, parse_positive
+from tools.arguments import add_decoding, add_overwrite, check_new, decoding, parse_positive
 from train.command_line import CommandParser, run_command
 
 
@@ -39,7 +39,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--num-classes', type=parse_positive, help='number of classes, if a named data set lacks it')
     parser.add_argument('--download', action='store_true', help='download a named data set if it is missing')
     add_decoding(parser)
-    add_skipping(parser)
+    # Of earlier commands: images that cannot be decoded are always left out.
+    parser.add_argument('--skip-corrupt', action='store_true', help=argparse.SUPPRESS)
     add_overwrite(parser)
     parser.add_argument('--quiet', action='store_true', help='no progress bar')
     args = parser.parse_args(argv)

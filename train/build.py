@@ -40,11 +40,10 @@ from aft_vision.models.checkpoint import Weights, initialize_model, read_weights
 from aft_vision.models.transfer_source import build_model
 from aft_vision.resolution import naflex_shape
 from aft_vision.sizes import check_image_size, has_fixed_input_size
-from train.checkpoint import BEST, describe_samples
+from train.checkpoint import describe_samples
 from train.command_line import print_once
 from train.distill import StoredTeacher, create_task, keep_classes, load_teacher
 from train.distributed import World
-from train.mismatch import naming_model_keys
 from train.model_section import WEIGHT_KEYS, build_on_meta
 from train.objective import Batch, Classification, Objective
 from train.regularize import KernelRegularization
@@ -281,12 +280,10 @@ def _build_with_weights(config: Config, num_classes: int, weights: Weights | Non
         options: Further arguments of `initialize_model`.
     """
     name, kwargs = model_arguments(config, num_classes)
-    source = None if weights is None else weights.source
-    with naming_model_keys(config.model, lambda: build_on_meta(config.model).state_dict(), source):
-        model = build_model(name, **{**kwargs, 'pretrained': weights is None and bool(kwargs.get('pretrained'))})
-        check_image_sizes(model, config)
-        if weights is not None:
-            initialize_model(model, weights, **options)
+    model = build_model(name, **{**kwargs, 'pretrained': weights is None and bool(kwargs.get('pretrained'))})
+    check_image_sizes(model, config)
+    if weights is not None:
+        initialize_model(model, weights, **options)
     return model
 
 
@@ -341,23 +338,6 @@ def describe_start(config: Config) -> str:
     return f'from {start}{", with a new classifier" if config.run.reset_head else ""}' if start else ''
 
 
-def evaluated_checkpoint(config: Config, run_dir: Path, start_first: bool = False) -> str | Path | None:
-    """Return the checkpoint for `--eval`: `best.pth` of the run, otherwise `run.init_from`; None for timm's weights.
-
-    Args:
-        start_first: Prefer `run.init_from`.
-
-    Raises:
-        ValueError: no weights are given.
-    """
-    best = run_dir / BEST
-    if best.exists() and not (start_first and config.run.init_from):
-        return best
-    if not (config.run.init_from or config.model.get('pretrained')):
-        raise ValueError(f'expected weights to evaluate: {best}, run.init_from or model.pretrained=true, got none')
-    return config.run.init_from
-
-
 def create_state(
     model: nn.Module,
     config: Config,
@@ -396,7 +376,6 @@ def create_state(
     updates = config.schedule.epochs * updates_per_epoch
     regularize, distill = config.regularize, config.distill
     regularization = KernelRegularization(model, updates, regularize.kernel_entropy, regularize.tau_end)
-    assert (teacher is None) == (distill.teacher is None and distill.stored is None), distill.teacher
     options: dict[str, Any] = {
         name: getattr(distill, name)
         for name in ('kind', 'temperature', 'feature_loss_weight', 'task_loss_weight', 'distill_loss_weight')

@@ -20,7 +20,7 @@ With data.eval_stride=N each character is predicted from at least data.context -
 
 from collections.abc import Sequence
 
-from train.arguments import parse_args
+from train.command_line import parse_args, run_command
 
 EXAMPLE = 'smoke/char'
 
@@ -28,7 +28,6 @@ if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
 from aft_vision.data import VOCABULARIES, EvalDataset, WindowDataset, read_text
-from train.command_line import run_command
 from train.distributed import World
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import CharConfig

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import io
+import json
 import os
 import re
 import signal
@@ -108,6 +109,31 @@ class CommandParser(argparse.ArgumentParser):
                 message = f'there is no option {given}; did you mean {near[0]}?'
                 break
         self.exit(2, f'error: {message}; --help shows the usage\n')
+
+
+def parse_args(
+    description: str | None, example: str, argv: Sequence[str] | None = None, evaluates: bool = True
+) -> argparse.Namespace:
+    """Parse the command line of a trainer.
+
+    Args:
+        example: The config to suggest if none is given.
+        evaluates: Whether the trainer has --eval.
+    """
+    parser = CommandParser(description)
+    parser.add_argument('--config', type=Path, help='the YAML experiment, or the name of one of the package')
+    if evaluates:
+        parser.add_argument('--eval', action='store_true', help='evaluate, and train nothing')
+    parser.add_argument('--keys', action='store_true', help='print every key of an experiment and exit')
+    parser.add_argument('--quiet', action='store_true', help='no progress bar')
+    parser.add_argument('overrides', nargs='*', metavar='section.key=value', help='changes to the experiment')
+    args = parser.parse_intermixed_args(argv)
+    if args.config is None and not args.keys:
+        parser.error(f'expected an experiment, got none; try --config {example}')
+    if args.imports:
+        # The run remembers them.
+        args.overrides.append(f'run.imports={json.dumps(args.imports)}')
+    return args
 
 
 def run_command(main: Callable[[Sequence[str] | None], Any], argv: Sequence[str] | None = None) -> None:

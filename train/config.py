@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import timm.optim
 from omegaconf import OmegaConf
@@ -32,17 +32,7 @@ from train.model_section import (
     stays_for_classifier,
     stays_for_decoder,
 )
-from train.schema import Config, Experiment, unknown
-
-Schema = TypeVar('Schema', bound=Experiment)
-
-
-@overload
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config: ...
-
-
-@overload
-def load_config(path: str | Path, overrides: Sequence[str], schema: type[Schema]) -> Schema: ...
+from train.schema import Config, unknown
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[Any] = Config) -> Any:
@@ -80,7 +70,7 @@ def list_optimizers() -> list[str]:
     return [name for name in names if not timm.optim.get_optimizer_info(name).second_order]
 
 
-def build_config(layers: Sequence[Layer], schema: type[Schema], optimizers: Iterable[str]) -> Schema:
+def build_config(layers: Sequence[Layer], schema: type[Any], optimizers: Iterable[str]) -> Any:
     """Merge layers into an experiment; the `model` section is not checked.
 
     Args:
@@ -98,7 +88,8 @@ def build_config(layers: Sequence[Layer], schema: type[Schema], optimizers: Iter
         changes = adjust_to_command_line(merged, files, {key for layer in given for key in keys_of(layer)})
         built: Any = OmegaConf.to_object(OmegaConf.merge(merged, OmegaConf.from_dotlist(changes)))
     except OmegaConfBaseException as error:
-        raise ValueError(_reason(error)) from error
+        key = getattr(error, 'full_key', None)
+        raise ValueError(f'{f"{key}: " if key else ""}{first_line(error)}') from error
     if built.optim.name not in (names := list(optimizers)):
         raise ValueError(unknown('optim.name', built.optim.name, names, 'an optimizer'))
     return built
@@ -122,8 +113,3 @@ def save_config(record: Mapping[str, Any], path: str | Path) -> None:
     resume = None if continues(Path(path).parent, run['resume']) else run['resume']
     with replacing(path) as file:
         file.write_text(OmegaConf.to_yaml({**record, 'run': {**run, 'overwrite': False, 'resume': resume}}))
-
-
-def _reason(error: OmegaConfBaseException) -> str:
-    key = getattr(error, 'full_key', None)
-    return f'{f"{key}: " if key else ""}{first_line(error)}'

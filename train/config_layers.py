@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
+import json
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from aft_vision.errors import first_line
+from aft_vision.models.transfer_source import did_you_mean
 from aft_vision.plugins import import_plugins
 from train.values import Argument, read_value, read_yaml
 
@@ -25,7 +26,6 @@ COMMAND_LINE = 'command line'
 CONFIGS = Path(__file__).resolve().parents[1] / 'configs'
 # OmegaConf raises a TypeError for a list instead of a section.
 MERGE_ERRORS = (OmegaConfBaseException, TypeError)
-YAML_WORDS = {'None': 'null', 'True': 'true', 'False': 'false'}
 
 
 def read_layers(path: str | Path, overrides: Sequence[str] = ()) -> list[Layer]:
@@ -178,14 +178,11 @@ def find_config(path: str | Path) -> Path:
     for file in (Path(path), CONFIGS / f'{path}.yaml'):
         if file.is_file():
             return file
+    names = [each.relative_to(CONFIGS).with_suffix('').as_posix() for each in CONFIGS.rglob('*.yaml')]
     missing = 'is a folder' if Path(path).is_dir() else 'does not exist'
-    names = {each.relative_to(CONFIGS).with_suffix('').as_posix() for each in CONFIGS.rglob('*.yaml')}
-    short = {name.rpartition('/')[2]: name for name in names}
-    wanted = str(path).removesuffix('.yaml').removeprefix('configs/')
-    near = difflib.get_close_matches(wanted, [*names, *short], n=1)
-    meant = f'; did you mean {short.get(near[0], near[0])}?' if near else ''
     raise ValueError(
-        f'expected a YAML file, or the name of a config of the package, got {path}, which {missing}{meant}'
+        f'expected a YAML file, or the name of a config of the package, got {path}, which {missing}'
+        f'{did_you_mean(str(path).removesuffix(".yaml").removeprefix("configs/"), names)}'
     )
 
 
@@ -232,10 +229,6 @@ def _hints(schema: type) -> dict[str, Any]:
 
 def as_yaml(value: Any) -> str:
     """Format a value for a command line."""
-    if value is None or isinstance(value, bool):
-        return YAML_WORDS[str(value)]
-    if isinstance(value, (tuple, list)):
-        return f'[{", ".join(map(as_yaml, value))}]'
-    if isinstance(value, dict):
-        return f'{{{", ".join(f"{name}: {as_yaml(each)}" for name, each in value.items())}}}'
-    return repr(value) if value == '' else str(value)
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, default=list, ensure_ascii=False).replace('"', '') or "''"

@@ -20,7 +20,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from train.arguments import parse_args
+from train.command_line import parse_args, run_command
 
 EXAMPLE = 'smoke/convert'
 
@@ -42,7 +42,6 @@ from aft_vision.models.transfer_report import describe_transfer
 from aft_vision.models.transfer_source import build_model, set_license
 from train.build import Images, build_loaders, build_state, model_arguments, resolve_images
 from train.checkpoint import holds_run, lock_run, remove_run, restore
-from train.command_line import run_command
 from train.config import load_config, save_config
 from train.convert_schema import STAGES, ConvertConfig
 from train.distill import load_teacher

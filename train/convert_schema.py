@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aft_vision.data.ranges import check_ranges, within
-from train.schema import Config, DistillConfig, RegularizeConfig, peak_rate, require
+from train.schema import Config, DistillConfig, RegularizeConfig, peak_rate, require, require_default
 
 STAGES = ('blocks', 'features', 'labels')
+# Keys of `distill` that every conversion may have.
+TEACHER_KEYS = ('teacher', 'teacher_args')
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,13 @@ class ConvertConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        teacher, start = self.distill.teacher, self.run.init_from
+        teacher = self.distill.teacher
         require('distill.teacher', teacher, teacher is not None, 'the ViT to convert')
-        require('run.init_from', start, start is None, 'null, because a conversion starts from distill.teacher')
-        kind, teaches = self.distill.kind, self.convert.fine_tune == 'distill'
-        for each in dataclasses.fields(DistillConfig):
-            value, default = getattr(self.distill, each.name), each.default
-            holds = teaches or each.name in ('teacher', 'teacher_args') or value == default
-            require(f'distill.{each.name}', value, holds, f'{default!r} without convert.fine_tune=distill')
+        require_default(self.run, 'run.init_from', 'as a conversion starts from distill.teacher')
+        if self.convert.fine_tune != 'distill':
+            others = (each.name for each in dataclasses.fields(DistillConfig) if each.name not in TEACHER_KEYS)
+            require_default(self.distill, *(f'distill.{name}' for name in others), 'without convert.fine_tune=distill')
+        kind = self.distill.kind
         require('distill.kind', kind, kind != 'blocks', 'another one, because this one uses no labels')
         resumed = self.run.resume
         require('run.resume', resumed, resumed in (None, 'auto'), 'auto or null, because each stage is a run')

@@ -1,7 +1,6 @@
 """Diagnosis of a loss that is not finite."""
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,9 @@ from typing import Any
 import torch
 from timm.data.loader import PrefetchLoader
 from timm.data.naflex_loader import NaFlexPrefetchLoader
-from torch import nn
 
 from aft_vision.data import Draw
 from aft_vision.files import write_json
-from aft_vision.layers import TokenMixer
 from train.objective import Batch
 from train.state import TrainState
 
@@ -28,14 +25,12 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     Randomness is a function of the update, so the images and their random changes are the same.
 
     Args:
-        loader: The training loader. A streamed data set cannot be read again, so only weights and position biases are
-            reported.
+        loader: The training loader. A streamed data set cannot be read again, so only weights are reported.
         loss: The loss that was not finite.
 
     Returns:
         The JSON file: `images`, `windows` or `sequences` (indices into the data set), the first `layer` with an output
-        that is not finite ('' for the images), `weights` that are not finite, and the ranges of `keys` and position
-        `biases`.
+        that is not finite ('' for the images), and `weights` that are not finite.
     """
     reached = state.progress
     world = state.world
@@ -49,11 +44,10 @@ def write_diagnosis(state: TrainState, loader: Any, loss: float, folder: Path) -
     for module, values in state.task.get_task_state().items():
         trained |= {f'{module}.{name}': x for name, x in values.items()}
     diagnosis['weights'] = [name for name, x in trained.items() if not x.isfinite().all()]
-    diagnosis['biases'] = _strict({name: _range(bias) for name, bias in _biases(state.model).items()})
     if hasattr(getattr(loader, 'sampler', None), 'draws'):
         draws = loader.sampler.draws(reached.updates_of_epoch)
         diagnosis[state.objective.unit] = [draw.image for draw in draws]
-        diagnosis |= _run_with_hooks(state, _micro_batches(loader, draws, state.loop.accumulate))
+        diagnosis['layer'] = _first_layer(state, _micro_batches(loader, draws, state.loop.accumulate))
     path = folder / f'nonfinite-{reached.updates + 1}-rank{world.rank}.json'
     write_json(path, diagnosis)
     return path
@@ -77,26 +71,18 @@ def _samples(dataset: Any, draws: Sequence[Draw]) -> list[Any]:
 
 
 @torch.no_grad()
-def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[str, Any]:
-    """Run the micro-batches of an update, and record the first layer that fails and the ranges of the keys."""
+def _first_layer(state: TrainState, micro_batches: Iterable[Batch]) -> str | None:
+    """Return the first layer that fails in the micro-batches of an update."""
     layers: list[str] = []
-    keys: dict[str, list[float]] = {}
 
     def note(name: str, output: Any) -> None:
         if not layers and isinstance(output, torch.Tensor) and not output.isfinite().all():
             layers.append(name)
 
-    def note_keys(name: str, mixer: TokenMixer, x: torch.Tensor) -> None:
-        with torch.no_grad():
-            low, high = _range(mixer.project_qkv(x)[1])
-        before = keys.get(name, [low, high])
-        keys[name] = [min(before[0], low), max(before[1], high)]
-
-    hooks = []
-    for name, module in state.model.named_modules():
-        hooks.append(module.register_forward_hook(lambda m, args, y, name=name: note(name, y)))
-        if isinstance(module, TokenMixer) and module.key_dim:
-            hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: note_keys(name, m, args[0])))
+    hooks = [
+        module.register_forward_hook(lambda m, args, y, name=name: note(name, y))
+        for name, module in state.model.named_modules()
+    ]
     try:
         for index, batch in enumerate(micro_batches):
             x, _ = state.prepare_micro_batch(index, batch)
@@ -106,25 +92,4 @@ def _run_with_hooks(state: TrainState, micro_batches: Iterable[Batch]) -> dict[s
     finally:
         for hook in hooks:
             hook.remove()
-    return {'layer': layers[0] if layers else None, 'keys': _strict(keys)}
-
-
-@torch.no_grad()
-def _biases(model: nn.Module) -> dict[str, torch.Tensor]:
-    biases = {}
-    for name, module in model.named_modules():
-        if isinstance(module, TokenMixer):
-            learned = module.learned_bias()
-            bias = module.evaluated_bias() if learned is None else learned
-            if bias is not None:
-                biases[name] = bias
-    return biases
-
-
-def _range(x: torch.Tensor) -> list[float]:
-    return [x.min().item(), x.max().item()]
-
-
-def _strict(ranges: dict[str, list[float]]) -> dict[str, list[float | str]]:
-    # JSON has no numbers for what is not finite.
-    return {name: [x if math.isfinite(x) else str(x) for x in bounds] for name, bounds in ranges.items()}
+    return layers[0] if layers else None

@@ -18,20 +18,20 @@ from timm.task import (
     TokenDistillationTask,
     TrainingTask,
 )
+from timm.task.distillation import FeatureDistillationTrainableModule
+from timm.utils import unwrap_model
 from torch import nn
 
 from aft_vision.data.teacher_outputs import TeacherOutputs
 from aft_vision.errors import first_line
 from aft_vision.evaluate import find_classes
+from aft_vision.models.block_alignment import block_errors, block_tokens, pair_models
 from aft_vision.models.checkpoint import load_model
 from aft_vision.models.transfer_source import build_model, did_you_mean
 from aft_vision.sizes import check_image_size, has_fixed_input_size
-from train.align import BlockAlignmentTask
 
 # A logit whose softmax, next to zeros, is 1 in every precision; it fits into float16.
 ONE_HOT_LOGIT = 1e4
-
-
 # Files of weights in an installed package.
 WEIGHT_FILES = ('.safetensors', '.pth', '.pt', '.bin')
 
@@ -152,6 +152,45 @@ class SoftFeatureTask(FeatureDistillationTask):
         kd_loss = divergence + self.feature_loss_weight * nn.functional.mse_loss(features.float(), wanted)
         total = self.task_loss_weight * task_loss + self.distill_loss_weight * kd_loss
         return {'loss': total, 'output': logits, 'task_loss': task_loss, 'kd_loss': kd_loss}
+
+
+class AlignedBlocks(FeatureDistillationTrainableModule):
+    """The student, called with the tokens of a teacher's blocks."""
+
+    def forward(  # type: ignore[override]
+        self, tokens: list[torch.Tensor], pairs: list[range], grid: tuple[int, int]
+    ) -> torch.Tensor:
+        """Return the mean error of the blocks, as `block_errors` defines it."""
+        return block_errors(self.student, tokens, pairs, grid).mean()
+
+
+class BlockAlignmentTask(FeatureDistillationTask):
+    """Training of each block on the input and the output of the teacher's, without labels; the rest is frozen.
+
+    Args:
+        student_model: An AFTVisionTransformer.
+        kwargs: Arguments of timm's FeatureDistillationTask.
+
+    Raises:
+        ValueError: student or teacher is not a vision transformer, or the teacher has fewer blocks.
+    """
+
+    def __init__(self, student_model: nn.Module, **kwargs: Any) -> None:
+        super().__init__(student_model, **kwargs)
+        student: Any = student_model
+        self.pairs = pair_models(student, unwrap_model(self.teacher.model))
+        student.requires_grad_(False).blocks.requires_grad_(True)
+        self.trainable_module = AlignedBlocks(student_model)
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the error as `loss`; the targets are not used."""
+        student: Any = self.get_eval_model()
+        mean: Any = self.student_mean
+        std: Any = self.student_std
+        images = self.teacher.normalize_input(input, mean, std)
+        tokens = block_tokens(self.teacher.model, images)
+        grid = unwrap_model(student).patch_embed.dynamic_feat_size(input.shape[-2:])
+        return {'loss': self.trainable_module(tokens, self.pairs, grid)}
 
 
 def create_task(

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from train.arguments import parse_args
+from train.command_line import parse_args, run_command
 
 EXAMPLE = 'finetune'
 
@@ -37,18 +37,15 @@ from train.build import (
     build_loaders,
     build_state,
     describe_start,
-    evaluated_checkpoint,
     published_weights,
     resolve_images,
 )
 from train.checkpoint import BEST, Saver, lock_run
-from train.command_line import run_command
 from train.config import load_config
-from train.config_layers import command_line_text
 from train.distributed import World, join_world
 from train.key_list import format_keys, list_keys
 from train.model_section import model_schema
-from train.run import check_run_dir, find_run_dir, train_run
+from train.run import check_run_dir, evaluated_checkpoint, find_run_dir, train_run
 from train.schema import Config
 from train.state import TrainState, autocast_dtype
 
@@ -75,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> TrainState | None:
     run = config.run
     with join_world(run.device, run.cpu_threads, run.timeout_minutes, args.eval) as world:
         if args.eval:
-            start_first = bool(command_line_text(args.overrides, 'run.init_from'))
-            checkpoint = evaluated_checkpoint(config, run_dir, start_first)
+            checkpoint = evaluated_checkpoint(config, run_dir, args.overrides)
             evaluate_weights(config, checkpoint, world, progress=not args.quiet)
             return None
         return train_classifier(config, run_dir, world, progress=not args.quiet)

@@ -1,5 +1,6 @@
 """The keys of an experiment, from its dataclasses and their docstrings."""
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -7,8 +8,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from train.config_layers import YAML_WORDS, as_yaml
+from train.config_layers import as_yaml
 from train.model_section import allowed_range
+from train.schema import default_of
 
 # The text for an argument whose default depends on the model, and for one without a description.
 OF_NAME, OF_TIMM = '(of model.name)', "As in timm's VisionTransformer."
@@ -43,7 +45,7 @@ def list_keys(schema: type, arguments: type | None = None) -> list[Key]:
     """
     keys: list[Key] = []
     for section in dataclasses.fields(schema):
-        default = _default(section)
+        default = default_of(section)
         if dataclasses.is_dataclass(default):
             keys += _section_keys(section.name, type(default))
             continue
@@ -58,7 +60,7 @@ def _section_keys(section: str, schema: type) -> Iterator[Key]:
     meanings = meanings_of(schema)
     for each in dataclasses.fields(schema):
         limits = ', '.join(str(each.metadata[name]) for name in ('unit', 'range') if each.metadata.get(name))
-        yield Key(f'{section}.{each.name}', as_yaml(_default(each)), limits, meanings.get(each.name, ''))
+        yield Key(f'{section}.{each.name}', as_yaml(default_of(each)), limits, meanings.get(each.name, ''))
 
 
 def _model_keys(arguments: Any) -> Iterator[Key]:
@@ -80,7 +82,7 @@ def meanings_of(*classes: type) -> dict[str, str]:
         docstring = inspect.cleandoc(documented.__doc__ or '')
         for entry in ENTRY.finditer(re.split(r'^(?:Attributes|Args):\n', docstring, flags=re.MULTILINE)[-1]):
             text = ' '.join(entry['text'].split())
-            text = re.sub(r'\b(?:None|True|False)\b', lambda word: YAML_WORDS[word[0]], text)
+            text = re.sub(r'\b(?:None|True|False)\b', lambda word: as_yaml(ast.literal_eval(word[0])), text)
             meanings |= dict.fromkeys(entry['names'].split(', '), text)
     return meanings
 
@@ -92,7 +94,3 @@ def format_keys(keys: list[Key]) -> str:
         lines.append(f'{key.name}={key.default}' + (f'  ({key.limits})' if key.limits else ''))
         lines += textwrap.wrap(key.meaning, 120, initial_indent='    ', subsequent_indent='    ')
     return '\n'.join(lines)
-
-
-def _default(field: 'dataclasses.Field[Any]') -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

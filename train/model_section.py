@@ -26,13 +26,10 @@ from train.command_line import print_once
 from train.config_layers import COMMAND_LINE, Layer, merge_checked, section
 from train.schema import require, unknown
 
-RESERVED_MODEL_KEYS = {
+# Arguments that something else decides; classifiers have no `context`, and decoders no `num_classes`.
+RESERVED_KEYS = {
     'num_classes': 'the data set determines the number of classes',
     'in_chans': 'files are read as red, green and blue, and other bands are not supported',
-    'device': 'run.device says where the model is',
-    'dtype': 'run.amp says what it computes in',
-}
-RESERVED_DECODER_KEYS = {
     'context': 'the data decide how long a sequence is, by data.context where it is text',
     'vocab_size': 'the data decide how many symbols there are',
     'device': 'run.device says where the model is',
@@ -67,7 +64,7 @@ def check_model(model: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: the name is missing or not registered, or a keyword argument is unknown or of the wrong type or
             range.
     """
-    name, kwargs = _split_name(model, 'a registered model', RESERVED_MODEL_KEYS)
+    name, kwargs = _split_name(model, 'a registered model')
     if not timm.is_model(name):
         raise ValueError(f'{unknown("model.name", name, timm.list_models(), "a registered model")}; {IMPORT_HINT}')
     _overlay(kwargs)
@@ -85,19 +82,19 @@ def check_model(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_decoder(model: Mapping[str, Any]) -> dict[str, Any]:
     """Check the `model` section of a pixel or character model, as `check_model` does for a classifier."""
-    name, kwargs = _split_name(model, 'a pixel or character model', RESERVED_DECODER_KEYS)
+    name, kwargs = _split_name(model, 'a pixel or character model')
     if name not in DECODERS:
         raise ValueError(unknown('model.name', name, DECODERS, 'a pixel or character model'))
     return {'name': name, **check_arguments(kwargs, decoder_schema(), CAUSAL_MIXERS)}
 
 
-def _split_name(model: Mapping[str, Any], what: str, reserved: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+def _split_name(model: Mapping[str, Any], what: str) -> tuple[str, dict[str, Any]]:
     """Split a `model` section into the name and the arguments, of which none may be reserved."""
     kwargs = dict(model)
     name = kwargs.pop('name', None)
     if not isinstance(name, str):
         raise ValueError(f'expected model.name, the name of {what}, got {name!r}')
-    refuse_reserved(kwargs, reserved)
+    refuse_reserved(kwargs, RESERVED_KEYS)
     return name, kwargs
 
 
@@ -205,21 +202,17 @@ def drop_foreign_arguments(
         # The tag of a name says which weights, not which architecture.
         if before is not None and before.partition('.')[0] != named.partition('.')[0]:
             why = f'{named} is another model than {before}; set them with it to keep them'
-            layers = [*leave_out(layers[:index], partial(_is_foreign, named, stays), why), *layers[index:]]
+            layers = [*leave_out(layers[:index], partial(stays, named), why), *layers[index:]]
         name = named
     return list(layers)
 
 
-def _is_foreign(name: str, stays: Callable[[str, str, Any], bool], key: str, value: Any) -> bool:
-    return key not in ('name', *WEIGHT_KEYS) and not stays(name, key, value)
-
-
-def leave_out(layers: Sequence[Layer], is_foreign: Callable[[str, Any], bool], why: str) -> list[Layer]:
+def leave_out(layers: Sequence[Layer], stays: Callable[[str, Any], bool], why: str) -> list[Layer]:
     """Return layers without some arguments of the model in files, and print one line with these and the reason."""
     kept, dropped = [], []
     for source, layer in layers:
         model = section(layer, 'model') if source != COMMAND_LINE else {}
-        foreign = [key for key, value in model.items() if is_foreign(key, value)]
+        foreign = [key for key, value in model.items() if key not in ('name', *WEIGHT_KEYS) and not stays(key, value)]
         if foreign:
             layer = {**layer, 'model': {key: value for key, value in model.items() if key not in foreign}}
             dropped.append(f'{", ".join(f"model.{key}" for key in foreign)} of {source}')
@@ -229,23 +222,15 @@ def leave_out(layers: Sequence[Layer], is_foreign: Callable[[str, Any], bool], w
     return kept
 
 
-def is_recipe(key: str) -> bool:
-    """Return whether an argument of a classifier is no part of the architecture: a rate of dropping, or open sizes."""
-    return 'drop' in key or key.startswith('dynamic_img_')
-
-
 def stays_for_classifier(name: str, key: str, value: Any) -> bool:
-    """Return whether an argument belongs to the recipe and a classifier takes it, as one that is not registered may."""
-    if not is_recipe(key) or not timm.is_model(name):
-        return is_recipe(key)
-    schema = family_schema(name)
-    if schema is not None:
-        return key in {each.name for each in dataclasses.fields(schema)}
-    try:
-        build_on_meta({'name': name, key: value})
-    except ValueError as error:
-        return not isinstance(error.__cause__, TypeError)
-    return True
+    """Return whether an argument is a rate of dropping or an open size, and a classifier takes it, if registered."""
+    is_recipe = 'drop' in key or key.startswith('dynamic_img_')
+    if is_recipe and timm.is_model(name):
+        try:
+            check_model({'name': name, key: value})
+        except ValueError:
+            return False
+    return is_recipe
 
 
 def stays_for_decoder(name: str, key: str, value: Any) -> bool:
@@ -281,11 +266,10 @@ def decoder_schema() -> type:
 @cache
 def _schema(classes: tuple[type, ...], mixers: tuple[type[TokenMixer], ...], has_weights: bool) -> type:
     arguments = {**mixer_arguments(mixers), **(WEIGHT_KEYS if has_weights else {})}
-    reserved = {*RESERVED_MODEL_KEYS, *RESERVED_DECODER_KEYS}
     for cls in classes:
         hints = typing.get_type_hints(typing.cast(Any, cls).__init__)
         for parameter in inspect.signature(cls).parameters.values():
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in reserved:
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in RESERVED_KEYS:
                 arguments[parameter.name] = hints.get(parameter.name, Any)
     return arguments_schema(arguments, (*mixers, *classes), WEIGHT_MEANINGS)
 

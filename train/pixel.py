@@ -18,7 +18,7 @@ of a file.
 
 from collections.abc import Sequence
 
-from train.arguments import parse_args
+from train.command_line import parse_args, run_command
 
 EXAMPLE = 'smoke/pixel'
 
@@ -27,7 +27,6 @@ if __name__ == '__main__':
 
 from aft_vision.data import EvalDataset, PixelDataset, read_cifar10
 from aft_vision.data.pixels import TOKENS
-from train.command_line import run_command
 from train.sequence import SequenceData, run_sequences
 from train.sequence_schema import PixelConfig
 from train.state import TrainState

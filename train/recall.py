@@ -19,7 +19,7 @@ run.init_from on the command line, else best.pth in the folder of the run, else 
 import math
 from collections.abc import Mapping, Sequence
 
-from train.arguments import parse_args
+from train.command_line import parse_args, run_command
 
 EXAMPLE = 'small/recall'
 
@@ -27,7 +27,6 @@ if __name__ == '__main__':
     parse_args(__doc__, EXAMPLE)
 
 from aft_vision.data import RecallDataset
-from train.command_line import run_command
 from train.distributed import World
 from train.sequence import Likelihood, SequenceData, run_sequences
 from train.sequence_schema import RecallConfig

@@ -1,13 +1,16 @@
 """The run of any trainer, from its loaders and initial state to its checkpoints."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from aft_vision.data import Loaders
 from aft_vision.visualize import new_figure
-from train.checkpoint import Saver, holds_run, remove_run, resume
+from train.checkpoint import BEST, Saver, holds_run, remove_run, resume
 from train.config import continues, save_config
+from train.config_layers import command_line_text
 from train.convert_schema import STAGES
 from train.engine import fit, is_complete
+from train.schema import Experiment
 from train.state import TrainState
 from train.throughput import measure_throughput, warm_up_ddp
 
@@ -32,6 +35,22 @@ def check_run_dir(run_dir: Path, resume: str | None, overwrite: bool) -> None:
         )
     if any(holds_run(run_dir / stage) for stage in STAGES):
         raise FileExistsError(f'expected a new folder, got {run_dir}, which holds a conversion; set run.dir')
+
+
+def evaluated_checkpoint(config: Experiment, run_dir: Path, overrides: Sequence[str]) -> str | Path | None:
+    """Return the checkpoint for `--eval`; None for the weights of model.pretrained.
+
+    It is `run.init_from` of the command line, else `best.pth` of the run, else `run.init_from` of a file.
+
+    Raises:
+        ValueError: no weights are given.
+    """
+    best, start = run_dir / BEST, config.run.init_from
+    if best.exists() and not command_line_text(overrides, 'run.init_from'):
+        return best
+    if not (start or config.model.get('pretrained')):
+        raise ValueError(f'expected weights to evaluate: {best}, or those of run.init_from, got none')
+    return start
 
 
 def train_run(

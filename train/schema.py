@@ -1,12 +1,13 @@
 """The sections and keys of an experiment, their defaults and their ranges."""
 
 from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from aft_vision.data import Augmentation, SizeSchedule, Source
 from aft_vision.data.ranges import check_ranges, is_finite, within
 from aft_vision.models.transfer_source import did_you_mean
+from train.config_layers import as_yaml
 
 # The batch size to which optim.lr refers.
 LR_BATCH_SIZE = 512
@@ -57,15 +58,13 @@ class DataConfig(Source):
         super().__post_init__()
         sizes = self.train_sizes
         require('data.train_sizes', sizes, sizes is None or len(set(sizes)) > 1, 'several sizes, or null for img_size')
-        progressive = self.train_size_schedule == 'progressive'
-        some_sizes = sizes is not None or not progressive
-        require('data.train_size_schedule', self.train_size_schedule, some_sizes, 'constant without data.train_sizes')
+        if sizes is None:
+            require_default(self, 'data.train_size_schedule', 'without data.train_sizes')
         if self.max_tokens is not None:
             enough = f'at least one for each of the {self.batch_size} images of a batch'
             require('data.max_tokens', self.max_tokens, self.max_tokens >= self.batch_size, enough)
-            for key in ('train_sizes', 'eval_img_size'):
-                value = getattr(self, key)
-                require(f'data.{key}', value, value is None, 'null with data.max_tokens, where images keep their shape')
+            sizes_given = ('data.train_sizes', 'data.eval_img_size')
+            require_default(self, *sizes_given, 'with data.max_tokens, where images keep their shape')
 
     @property
     def classes_by_place(self) -> bool:
@@ -134,8 +133,8 @@ class OptimConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        thresholded = self.bce_target_thresh is None or self.loss == 'bce'
-        require('optim.bce_target_thresh', self.bce_target_thresh, thresholded, 'null without the loss bce')
+        if self.loss != 'bce':
+            require_default(self, 'optim.bce_target_thresh', 'without the loss bce')
 
 
 @dataclass(frozen=True)
@@ -174,29 +173,20 @@ class DistillConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, 'distill')
-        of_something = self.teacher is not None or not self.teacher_args
-        require('distill.teacher_args', self.teacher_args, of_something, 'empty without distill.teacher')
-        of_model = self.teacher is not None or self.teacher_weights is None
-        require('distill.teacher_weights', self.teacher_weights, of_model, 'null without distill.teacher')
-        taught = self.teacher is not None or self.stored is not None
-        for key in ('task_loss_weight', 'distill_loss_weight'):
-            value = getattr(self, key)
-            require(f'distill.{key}', value, taught or value is None, 'null without distill.teacher')
+        weights = ('distill.task_loss_weight', 'distill.distill_loss_weight')
+        if self.teacher is None:
+            own = () if self.stored is not None else ('distill.kind', *weights)
+            require_default(self, 'distill.teacher_args', 'distill.teacher_weights', *own, 'without distill.teacher')
         live = self.stored is None or self.kind != 'blocks'
         require('distill.kind', self.kind, live, 'another one with distill.stored, which has no blocks')
-        plain = taught or self.kind == 'hard'
-        require('distill.kind', self.kind, plain, 'hard, the default, without distill.teacher')
         known = not {'num_classes', 'in_chans', 'device', 'dtype'} & self.teacher_args.keys()
         require('distill.teacher_args', self.teacher_args, known, 'without num_classes, in_chans, device and dtype')
         share = self.distill_loss_weight is not None or self.task_loss_weight is None or self.task_loss_weight <= 1
         require('distill.task_loss_weight', self.task_loss_weight, share, 'at most 1 without distill_loss_weight')
-        weighted = self.task_loss_weight is not None or self.distill_loss_weight is not None
-        unweighted = self.kind != 'blocks' or not weighted
-        require('distill.kind', self.kind, unweighted, 'another one with task_loss_weight or distill_loss_weight')
-        weighted = self.feature_loss_weight == 1 or self.kind == 'soft_feature'
-        require('distill.feature_loss_weight', self.feature_loss_weight, weighted, f'1 for the kind {self.kind}')
-        soft = self.temperature == 1 or 'soft' in self.kind
-        require('distill.temperature', self.temperature, soft, f'1 for the kind {self.kind}, which has none')
+        unused = [*(weights if self.kind == 'blocks' else ())]
+        unused += [] if self.kind == 'soft_feature' else ['distill.feature_loss_weight']
+        unused += [] if 'soft' in self.kind else ['distill.temperature']
+        require_default(self, *unused, f'for the kind {self.kind}, which has none')
 
 
 @dataclass(frozen=True)
@@ -231,7 +221,8 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, 'ema')
-        require('ema.warmup', self.warmup, self.decay is not None or not self.warmup, 'false without ema.decay')
+        if self.decay is None:
+            require_default(self, 'ema.warmup', 'without ema.decay')
 
 
 @dataclass(frozen=True)
@@ -393,11 +384,10 @@ class Config(Experiment):
         for name in ('warmup_lr', 'min_lr'):
             rate = getattr(self.schedule, name)
             require(f'schedule.{name}', rate, rate <= peak, f'at most the peak rate {peak:g}, which optim.lr makes')
-        updates, progressive = self.schedule.min_updates, self.data.train_size_schedule == 'progressive'
-        require('schedule.min_updates', updates, not (updates and progressive), '0 with data.train_size_schedule')
-        initial = self.run.init_from is not None or bool(self.model.get('pretrained'))
-        wanted = 'false without run.init_from or model.pretrained'
-        require('run.reset_head', self.run.reset_head, initial or not self.run.reset_head, wanted)
+        if self.data.train_size_schedule == 'progressive':
+            require_default(self.schedule, 'schedule.min_updates', 'with data.train_size_schedule')
+        if self.run.init_from is None and not self.model.get('pretrained'):
+            require_default(self.run, 'run.reset_head', 'without run.init_from or model.pretrained')
         mixes = self.distill.stored is None or not self.augment.mixes
         require('augment.mix_prob', self.augment.mix_prob, mixes, '0 with distill.stored')
         sizes = self.data.train_sizes
@@ -405,11 +395,8 @@ class Config(Experiment):
         few = not self.run.compile or sizes is None or len(set(sizes)) <= 8
         require('data.train_sizes', sizes, few, 'at most 8 sizes with run.compile=true, which compiles each')
         if self.data.max_tokens is not None:
-            teacher, compiled = self.distill.teacher, self.run.compile
-            require('distill.teacher', teacher, teacher is None, 'null with data.max_tokens')
-            stored = self.distill.stored
-            require('distill.stored', stored, stored is None, 'null with data.max_tokens')
-            require('run.compile', compiled, not compiled, 'false with data.max_tokens, whose batches differ in shape')
+            require_default(self.distill, 'distill.teacher', 'distill.stored', 'with data.max_tokens')
+            require_default(self.run, 'run.compile', 'with data.max_tokens, whose batches differ in shape')
 
     @property
     def peak_lr(self) -> float:
@@ -439,3 +426,17 @@ def require(key: str, value: Any, holds: bool, expected: str) -> None:
     """Raise a ValueError that names the key and the value, unless the condition holds."""
     if not holds:
         raise ValueError(f'expected {key} to be {expected}, got {value!r}')
+
+
+def require_default(section: Any, *keys_and_when: str) -> None:
+    """Raise a ValueError unless keys of a section, as `section.key`, have their defaults; last comes when they must."""
+    *keys, when = keys_and_when
+    for key in keys:
+        name = key.rpartition('.')[2]
+        default, value = default_of(type(section).__dataclass_fields__[name]), getattr(section, name)
+        require(key, value, value == default, f'{as_yaml(default)} {when}')
+
+
+def default_of(each: 'Field[Any]') -> Any:
+    """Return the default of a field of a dataclass."""
+    return each.default if each.default_factory is MISSING else each.default_factory()

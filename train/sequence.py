@@ -31,13 +31,11 @@ from aft_vision.visualize import draw_bits, save_figure
 from train.build import assemble_state
 from train.checkpoint import BEST, Saver, describe_samples, lock_run
 from train.config import load_config
-from train.config_layers import command_line_text
 from train.distributed import World, join_world
 from train.key_list import format_keys, list_keys
-from train.mismatch import naming_model_keys
 from train.model_section import decoder_schema
 from train.objective import Batch, Objective
-from train.run import check_run_dir, find_run_dir, train_run
+from train.run import check_run_dir, evaluated_checkpoint, find_run_dir, train_run
 from train.sequence_schema import SequenceExperiment
 from train.state import TrainState, autocast_dtype
 
@@ -189,8 +187,7 @@ def build_sequence_state(
     start = config.run.init_from
     if start is not None:
         content = read_checkpoint(start)
-        with naming_model_keys(config.model, model.state_dict, start):
-            load_matching_state_dict(model, content['state_dict'], start)
+        load_matching_state_dict(model, content['state_dict'], start)
     updates_per_epoch = len(loaders.train) // config.optim.accumulate
     state = create_sequence_state(model, config, updates_per_epoch, data.objective, world)
     arguments: Any = model.model_args
@@ -211,7 +208,7 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
     """Train or evaluate, as the command line says.
 
     Args:
-        args: From `train.arguments.parse_args`.
+        args: From `train.command_line.parse_args`.
         schema: Dataclass of the experiment.
         data_type: Class of its data.
 
@@ -236,9 +233,7 @@ def run_sequences(args: argparse.Namespace, schema: type[Any], data_type: type[S
         if data.note and world.is_primary:
             print(data.note)
         if args.eval:
-            best = run_dir / BEST
-            start = command_line_text(args.overrides, 'run.init_from')
-            checkpoint = start or (best if best.exists() else config.run.init_from or best)
+            checkpoint: Any = evaluated_checkpoint(config, run_dir, args.overrides)
             if world.is_primary:
                 print(f'evaluates {checkpoint}')
             evaluate_split(checkpoint, data, config.data.eval_split, progress=not args.quiet)

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from aft_vision.data import PixelAugmentation, RecallTask
 from aft_vision.data.ranges import check_ranges, within
-from train.schema import EmaConfig, Experiment, OptimizerConfig, RunConfig, require
+from train.schema import EmaConfig, Experiment, OptimizerConfig, RunConfig, require, require_default
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class SequenceSchedule:
         if self.max_updates is not None:
             wanted = f'at most schedule.max_updates, which is {self.max_updates}'
             require('schedule.warmup_updates', self.warmup_updates, self.warmup_updates <= self.max_updates, wanted)
-        constant = self.kind == 'cosine' or self.min_lr == 0
-        require('schedule.min_lr', self.min_lr, constant, '0 for inverse_sqrt')
+        if self.kind == 'inverse_sqrt':
+            require_default(self, 'schedule.min_lr', 'for inverse_sqrt')
 
     def total_updates(self, updates_per_epoch: int) -> int:
         """Return the number of updates of the whole run."""
@@ -153,7 +153,7 @@ class SequenceExperiment(Experiment):
 
     def __post_init__(self) -> None:
         self.check_batch_size(1)
-        require('run.reset_head', self.run.reset_head, not self.run.reset_head, 'false for a sequence model')
+        require_default(self.run, 'run.reset_head', 'for a sequence model')
         for name in ('warmup_lr', 'min_lr'):
             rate = getattr(self.schedule, name)
             require(f'schedule.{name}', rate, rate <= self.peak_lr, f'at most optim.lr, which is {self.peak_lr:g}')

@@ -30,30 +30,6 @@ def load_matching_state_dict(model: nn.Module, state_dict: Mapping[str, Any], so
         raise ValueError(f'{source}: {shorten(str(error), 500)}') from error
 
 
-def find_sizes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a ViT, an AFT model or a decoder that the shapes of its weights show."""
-
-    def shape(name: str) -> tuple[int, ...] | None:
-        tensor = state_dict.get(name)
-        return None if tensor is None else tuple(tensor.shape)
-
-    sizes: dict[str, Any] = {}
-    blocks = {name.split('.')[1] for name in state_dict if name.startswith('blocks.')}
-    patches, tokens = shape('patch_embed.proj.weight'), shape('token_embed.weight')
-    hidden, kernel = shape('blocks.0.mlp.fc1.weight'), shape('blocks.0.attn.kernel.weight')
-    if patches is not None and len(patches) == 4:
-        sizes |= {'embed_dim': patches[0], 'patch_size': patches[2] if patches[2] == patches[3] else list(patches[2:])}
-    if tokens is not None:
-        sizes['dim'] = tokens[1]
-    if blocks:
-        sizes['depth'] = len(blocks)
-    if hidden is not None:
-        sizes['mlp_ratio'] = hidden[0] / hidden[1]
-    if kernel is not None:
-        sizes |= {'num_heads': kernel[0], 'kernel_size': kernel[-1]}
-    return sizes
-
-
 def find_grid(model: Any, patches: Tensor | None, num_tokens: int) -> tuple[int, int] | None:
     """Find the token grid (H, W) of a checkpoint.
 

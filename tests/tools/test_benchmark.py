@@ -86,12 +86,6 @@ def test_the_help_of_a_section_tells_its_own_defaults(section, capsys):
             assert (value is None) == str(default).startswith('(')
 
 
-def test_options_of_torch_go_with_torch_among_the_runtimes():
-    args = parse_args(['models', '--runtimes', 'torch', 'openvino', '--dtype', 'bfloat16', '--training', '--compile'])
-    assert (args.dtype, args.training, args.compile) == ('bfloat16', True, True)
-    assert parse_args(['models', '--runtimes', 'onnxruntime']).runtimes == ['onnxruntime']
-
-
 def test_goals_have_their_old_name_too_wherever_it_stands():
     expected = parse_args(['goals', '--rows', '4', '5'])
     assert (expected.section, expected.rows, expected.rounds) == ('goals', [4, 5], 15)
@@ -110,9 +104,3 @@ def test_a_table_has_the_columns_of_its_rows_and_why_a_row_has_no_figures():
     assert first.split() == ['SDPA', '-', '1.00', '1.00', '-', '1.00', '3.0']
     assert second.split() == ['AFT', 'compiled', '-', '-', '-']
     assert failed.endswith('RuntimeError: no kernel')
-
-
-@pytest.mark.parametrize('section', ['ops', 'models'])
-def test_a_graph_needs_a_gpu(section: str):
-    with pytest.raises(ValueError, match='--graph needs a CUDA device, got cpu'):
-        main([section, '--graph', '--allow-load'])

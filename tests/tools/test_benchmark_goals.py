@@ -109,12 +109,7 @@ def test_the_header_names_every_device_and_two_threads(table, monkeypatch):
     first, second = result['machine'].splitlines()
     assert ' 2 threads; float32, or bfloat16 where the row says so; torch' in first
     assert second.startswith('a graphics processor;')
-    for row, machine_of_row in (('1', first), ('17', second), ('18', first)):
-        found = main(['goals', '--rows', row, '--allow-load'])
-        assert found['machine'] == machine_of_row
-        assert found['backends'].startswith('CUDA') == (row == '17')
-    monkeypatch.setattr('torch.cuda.is_available', lambda: False)
-    assert main(['goals', '--rows', '1', '--allow-load'])['machine'] == first
+    assert main(['goals', '--rows', '17', '--allow-load'])['machine'] == second
     assert main(['goals', '--rows', '1', '--threads', '3', '--allow-load'])['rows'][0]['measured'] == 3
     assert torch.get_num_threads() == threads
 

@@ -36,16 +36,6 @@ def test_a_text_without_a_prompt_has_the_length_of_the_context(checkpoint: Path)
     assert [len(text) for text in continue_text.main(['--checkpoint', str(checkpoint)])] == [32]
 
 
-def test_what_is_read_is_not_overwritten(checkpoint: Path, tmp_path: Path):
-    prompt = tmp_path / 'start.txt'
-    prompt.write_text('To be')
-    for out in (checkpoint, prompt):
-        before = out.read_bytes()
-        with pytest.raises(ValueError, match='expected another place than that of'):
-            continue_text.main(['--checkpoint', str(checkpoint), '--prompt-file', str(prompt), '--out', str(out)])
-        assert out.read_bytes() == before
-
-
 def test_a_model_of_other_tokens_is_named(tmp_path: Path):
     save_decoder(create_decoder('aft_simple_char', context=8, depth=1, dim=4, vocab_size=30), tmp_path / 'char.pt')
     with pytest.raises(ValueError, match=r'expected a model of 256 \(bytes\) or 27 \(text8\) tokens, got one of 30'):

@@ -9,9 +9,9 @@ from tools.arguments import add_data_arguments
 from tools.data import create_data_loader
 
 
-def parse(*arguments: str, required: bool = True) -> argparse.Namespace:
+def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_data_arguments(parser, required)
+    add_data_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -19,27 +19,13 @@ def test_the_loader_has_the_normalisation_of_the_training_and_skips_what_is_dama
     make_folder(tmp_path, {'extra': ['a', 'b']})
     (tmp_path / 'extra' / 'a' / '0.png').write_text('damaged')
     model = timm.create_model('resnet10t', num_classes=2, pretrained_cfg_overlay=dict(mean=(0.1,) * 3, std=(0.5,) * 3))
-    args = parse('--data', str(tmp_path), '--split', 'extra', '--workers', '0', '--batch-size', '2', '--skip-corrupt')
+    args = parse('--data', str(tmp_path), '--split', 'extra', '--workers', '0', '--batch-size', '2')
     loader, names, _ = create_data_loader(model, (16, 24), args, torch.device('cpu'))
     assert names == ['a', 'b']
     grey = torch.cat([images.flatten(1) for images, _ in loader])
     assert grey.shape == (3, 3 * 16 * 24)
     expected = torch.tensor([0.0, 20 / 255, 20 / 255]).sub(0.1).div(0.5)[:, None].expand_as(grey)
     torch.testing.assert_close(grey, expected)
-
-
-def test_other_classes_than_those_of_the_model_are_rejected(tmp_path):
-    make_folder(tmp_path, {'val': ['a', 'b']})
-    model = timm.create_model('resnet10t', num_classes=3)
-    with pytest.raises(ValueError, match=r'expected 3 classes in .*, as many as the model has, got 2'):
-        create_data_loader(model, (16, 16), parse('--data', str(tmp_path), '--workers', '0'), torch.device('cpu'))
-
-
-def test_data_may_be_missing_only_where_it_is_not_required(capsys):
-    assert parse(required=False).data is None
-    with pytest.raises(SystemExit):
-        parse()
-    assert '--data' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(('options', 'advised'), [([], True), (['--split', 'extra'], False)])

@@ -45,8 +45,7 @@ def test_a_checkpoint_becomes_a_hub_folder_and_that_a_program(checkpoint, tmp_pa
     assert not (folder / 'model.onnx').exists()
     card = (folder / 'README.md').read_text()
     assert '**Top-1 (validation):** 50.0 % after 3 epochs' in card
-    # --form is the former name of --lowering.
-    options = ['--format', 'pt2', '--aten', '--form', 'matmul', '--fixed-size', '--size', '32x40', '--batch', '2']
+    options = ['--format', 'pt2', '--aten', '--lowering', 'matmul', '--fixed-size', '--size', '32x40', '--batch', '2']
     path = main(['--checkpoint', str(folder), *options, '--out', str(tmp_path / 'model.pt2')])
     assert 'it takes 32 x 40 only, a batch of 2' in capsys.readouterr().out
     assert torch.export.load(path).module()(torch.zeros(2, 3, 32, 40)).shape == (2, 3)

@@ -8,7 +8,6 @@ from helpers import CLOTHING, link_photographs, randn, save_model
 from torch import nn
 
 from aft_vision.layers import AFTOnehot
-from aft_vision.models.attention_block import AttentionBlock
 from aft_vision.models.checkpoint import load_model
 from tools.harden_gumbel import main
 from train import imagenet
@@ -37,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='module')
 def exported(checkpoint: Path) -> Path:
     out = checkpoint.parent / 'onehot'
-    main(['--checkpoint', str(checkpoint), '--out', str(out), '--data', str(CLOTHING), '--workers', '0'])
+    main(['--checkpoint', str(checkpoint), '--out', str(out)])
     return out
 
 
@@ -55,10 +54,6 @@ def test_the_results_are_written(exported):
     result = json.loads((exported / 'harden_gumbel.json').read_text())
     assert result['parameters']['gumbel'] - result['parameters']['onehot'] == 2 * (4 * 25 + 4)
     assert f'{result["parameters"]["onehot"]:,}' in (exported / 'README.md').read_text()
-    before, after = result['accuracy']['gumbel'], result['accuracy']['onehot']
-    assert before['samples'] == after['samples'] == 200
-    assert before['top1'] == after['top1']
-    assert before['loss'] == pytest.approx(after['loss'], rel=1e-5)
 
 
 def test_the_parameters_before_and_after_are_printed(checkpoint, tmp_path, capsys):
@@ -66,13 +61,6 @@ def test_the_parameters_before_and_after_are_printed(checkpoint, tmp_path, capsy
     printed = capsys.readouterr().out.splitlines()
     before, after = result['parameters'].values()
     assert printed[0] == f'parameters: {before:,} before, {after:,} after ({100 * (after / before - 1):.1f} %)'
-
-
-def test_an_exported_folder_is_hardened_too(checkpoint, exported, tmp_path):
-    timm.models.save_for_hf(load_model(checkpoint), tmp_path / 'gumbel', safe_serialization=True)
-    main(['--checkpoint', str(tmp_path / 'gumbel'), '--out', str(tmp_path / 'onehot')])
-    first, second = load_model(exported).state_dict(), load_model(tmp_path / 'onehot').state_dict()
-    assert all(torch.equal(first[name], x) for name, x in second.items())
 
 
 def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):
@@ -90,12 +78,6 @@ def test_the_trainer_goes_on_from_the_folder(exported, tmp_path):
     assert trained.blocks[1].attn.offset.any()
 
 
-def test_blocks_of_attention_stay(tmp_path):
-    checkpoint = make_checkpoint(tmp_path / 'best.pth', attention_blocks=[1])
-    main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out')])
-    assert isinstance(load_model(tmp_path / 'out').blocks[1], AttentionBlock)
-
-
 @pytest.mark.parametrize(
     ('kwargs', 'message'),
     [
@@ -109,18 +91,3 @@ def test_a_model_that_cannot_be_hardened_leaves_nothing_behind(tmp_path, kwargs,
     with pytest.raises(ValueError, match=message):
         main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out')])
     assert not (tmp_path / 'out').exists()
-
-
-def test_a_folder_that_is_read_is_not_replaced(exported):
-    with pytest.raises(ValueError, match=r'another place than that of .*, which is read'):
-        main(['--checkpoint', str(exported), '--out', str(exported)])
-
-
-def test_other_classes_are_rejected_before_anything_is_written(checkpoint, tmp_path):
-    content = torch.load(checkpoint, weights_only=True)
-    torch.save({**content, 'class_names': ['coat', *NAMES[1:]]}, tmp_path / 'best.pth')
-    out = tmp_path / 'out'
-    arguments = ['--checkpoint', str(tmp_path / 'best.pth'), '--out', str(out), '--data', str(CLOTHING)]
-    with pytest.raises(ValueError, match='the classes of the model'):
-        main([*arguments, '--workers', '0'])
-    assert not out.exists()

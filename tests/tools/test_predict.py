@@ -182,7 +182,6 @@ def test_of_many_classes_only_the_most_frequent_are_counted():
         (['PHOTO', '--model', 'aft_conv_tiny'], 'weights'),
         (['PHOTO', '--model', 'runs/mine'], '--checkpoint takes'),
         (['PHOTO', '--model', 'aft_conv_naon'], r'got aft_conv_naon; did you mean aft_conv_nano\?'),
-        (['PHOTO', '--model', 'model.onnx'], r'got model.onnx; onnxruntime runs an ONNX file'),
         (['PHOTO', '--checkpoint', 'RUN', '--size', '50'], 'multiples of the patch'),
         (['a.csv', '--checkpoint', 'RUN', '--out', 'a.csv'], r'another place than that of a\.csv, which is read'),
     ],

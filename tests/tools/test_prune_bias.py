@@ -51,7 +51,6 @@ def test_each_threshold_gives_a_row_after_that_of_the_model_as_it_is(run, tmp_pa
     assert len(result['kernel_entropy_nats']) == len(rows[0]['offsets_by_layer']) == 2
     assert result['input_size'] == (3, 32, 32)
     assert json.loads((tmp_path / 'prune_bias.json').read_text())['rows'] == rows
-    assert (tmp_path / 'prune_bias.png').stat().st_size > 10000
     assert '100.00' in capsys.readouterr().out
     assert not (tmp_path / 'pruned').exists()
 
@@ -104,9 +103,3 @@ def test_the_card_of_another_model_in_the_folder_is_replaced(run, tmp_path):
     assert '40 x 48 pixels' in card
     assert 'crop 0.8,' in card
     assert card != before
-
-
-def test_an_image_size_that_does_not_fit_is_named(run, tmp_path):
-    checkpoint = make_checkpoint(tmp_path / 'best.pth', **CONV)
-    with pytest.raises(ValueError, match=r'multiples of the patch size \(8, 8\), got \(33, 33\)'):
-        run(checkpoint, '--size', '33')

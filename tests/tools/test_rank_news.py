@@ -85,20 +85,17 @@ def test_without_a_history_all_scores_are_the_same(saved, capsys):
 def test_films_are_ranked_too(saved, tmp_path):
     command = ['--model', str(saved), '--news', str(write_movielens(tmp_path)), '--history', '3', '--top', '4']
     assert len(rank_news.main([*command, '--device', 'cpu'])) == 4
-    with pytest.raises(ValueError, match='expected no --text-columns for the films'):
-        rank_news.main([*command, '--text-columns', 'title'])
 
 
-def test_the_columns_are_those_of_training_unless_others_are_asked_for(saved, tmp_path, capsys):
+def test_the_columns_are_those_of_training(saved, tmp_path, capsys):
     model = shutil.copytree(saved, tmp_path / 'model')
     config = FastformerNewsConfig.from_pretrained(model)
     assert config.text_columns == ['title']
     config.text_columns = ['category', 'title']
     config.save_pretrained(model)
     news = read_mind_news(saved, ['category', 'title'])
-    for columns, texts in (([], news.texts), (['--text-columns', 'title'], read_mind_news(saved).texts)):
-        rank_news.main(arguments(model, '--news', str(saved), '--history', 'N3', *columns))
-        assert capsys.readouterr().out.splitlines()[0].endswith(texts[news.rows['N3']])
+    rank_news.main(arguments(model, '--news', str(saved), '--history', 'N3'))
+    assert capsys.readouterr().out.splitlines()[0].endswith(news.texts[news.rows['N3']])
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,6 @@ def test_the_columns_are_those_of_training_unless_others_are_asked_for(saved, tm
     [
         (['--history', 'N3', 'N99'], 'expected names of the 30 news in .*, got N99'),
         (['--candidates', 'N98'], 'got N98'),
-        (['--text-columns', 'url'], r'expected columns of title, .*got url'),
     ],
 )
 def test_a_wrong_argument_is_named(saved, more, message):

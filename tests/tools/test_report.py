@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import timm
@@ -270,14 +269,6 @@ def test_a_folder_in_place_of_the_page_is_named_before_anything_is_drawn(tmp_pat
         main(['--checkpoint', 'missing', '--images', 'missing', '--out', str(tmp_path)])
 
 
-@pytest.mark.parametrize('option', ['--checkpoint', '--before', '--vit'])
-def test_a_checkpoint_is_not_overwritten_by_the_page(tmp_path, option):
-    path = tmp_path / 'model.pth'
-    path.touch()
-    with pytest.raises(ValueError, match=r'another place than that of .*model\.pth, which is read'):
-        main(['--checkpoint', 'other', '--images', 'missing', option, str(path), '--out', str(path)])
-
-
 def test_an_exported_folder_records_only_its_name(tmp_path):
     (tmp_path / 'run' / 'export').mkdir(parents=True)
     assert recorded_facts(tmp_path / 'run' / 'export') == {'Checkpoint': 'run/export'}
@@ -316,20 +307,6 @@ def test_images_of_a_run_that_are_not_in_files_are_asked_for(tmp_path):
         file.add(make_folder(tmp_path / 'images', {'': ['a', 'b']}, images=3), arcname='.')
     with pytest.raises(ValueError, match=r'--images FOLDER, as the images of the run are not files but in .*all\.tar'):
         find_validation_images({'data': {'dir': str(tmp_path / 'all.tar'), 'val_share': 0.5}})
-
-
-def test_images_of_a_named_data_set_are_asked_for_even_if_they_are_files(tmp_path, monkeypatch):
-    (file,) = make_folder(tmp_path, {'': ['a']}, images=1).rglob('*.png')
-
-    class Files(list):
-        def name_of(self, index):
-            return str(self[index])
-
-    split = SimpleNamespace(dataset=Files([file]))
-    monkeypatch.setattr('tools.report.open_eval_split', lambda source: split)
-    assert find_validation_images({'data': {'dir': str(tmp_path)}}) == [file]
-    with pytest.raises(ValueError, match=r'--images FOLDER, as the images of the run are not files but in hfds/birds'):
-        find_validation_images({'data': {'name': 'hfds/birds'}})
 
 
 @pytest.mark.parametrize('options', [[], ['--bits', '9', '--max-pixels', '70000']])
@@ -418,23 +395,3 @@ def test_a_query_other_than_the_centre_is_another_picture(picture, tmp_path):
         for name, query in (('a', []), ('b', ['--query', '3', '3']), ('c', ['--query', '1', '1']))
     )
     assert centre == same != corner
-
-
-@pytest.mark.parametrize(
-    ('extra', 'message'),
-    [
-        (['--only', 'attention', '--query', '5', '1'], 'a query row from 1 to 4 and a column from 1 to 4, got 5 and 1'),
-        (['--only', 'keys', '--heads', '5'], r'heads that can be drawn \(1 to 4\), got 5'),
-        (['--only', 'keys', '--layers', '0'], r'layers that can be drawn \(1 to 2\), got 0'),
-        (['--only', 'keys', '--size', '30'], r'multiples of the patch size \(8, 8\), got \(30, 30\)'),
-    ],
-)
-def test_what_the_model_does_not_have_is_rejected(picture, extra, message):
-    with pytest.raises(ValueError, match=message):
-        main([*picture, *extra])
-
-
-@pytest.mark.parametrize('name', ['image.png', 'best.pth'])
-def test_what_a_picture_is_made_of_is_not_overwritten(picture, tmp_path, name):
-    with pytest.raises(ValueError, match=rf'another place than that of .*{name}, which is read, got --out'):
-        main([*picture, '--only', 'keys', '--out', str(tmp_path / name)])

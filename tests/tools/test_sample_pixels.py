@@ -135,20 +135,17 @@ def test_images_of_a_folder_that_cannot_be_decoded_are_named_and_counted(checkpo
     [
         (['--data', '{data}', '--indices', '5'], 'expected indices from 0 to 4, got 5'),
         (['--data', '{data}', '--mask', 'middle'], 'mask must be one of .*, or an image file, got middle'),
-        (['--data', '{data}', '--mask', '{erased}'], r'got .*erased\.png with transparent ones'),
         (['--images', '{large}'], r'expected an image of 4 x 4 pixels \(H x W\), got 6 x 5'),
         (['--data', '{data}', '--mask', '{large}'], r'expected a mask of 4 x 4 pixels \(H x W\), got 6 x 5'),
         (['--images', '{data}'], 'expected an image that can be decoded, got none of 1'),
         (['--images', 'missing.png'], r'expected image files or folders, got missing\.png, which do not exist'),
         (['--data', '{data}', '--top-k', '0'], 'top_k must be at least 1, got 0'),
     ],
-    ids=['index', 'mask', 'erased mask', 'size', 'size of the mask', 'no image', 'no file', 'rule'],
+    ids=['index', 'mask', 'size', 'size of the mask', 'no image', 'no file', 'rule'],
 )
 def test_a_wrong_argument_is_named(arguments: list[str], message: str, checkpoint: Path, data: Path, tmp_path: Path):
     Image.new('RGB', (5, 6)).save(tmp_path / 'large.png')
-    Image.new('RGBA', (4, 4), (255, 255, 255, 0)).save(tmp_path / 'erased.png')
-    files = {name: tmp_path / f'{name}.png' for name in ('large', 'erased')}
-    filled = [text.format(data=data, **files) for text in arguments]
+    filled = [text.format(data=data, large=tmp_path / 'large.png') for text in arguments]
     with pytest.raises(ValueError, match=message):
         sample_pixels.main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out.png'), *filled])
 
@@ -159,19 +156,6 @@ def test_data_of_another_size_than_the_model_are_named(data: Path, tmp_path: Pat
     message = r'expected images of 4 x 6 pixels \(H x W\), as .*model\.pt has, got 4 x 4 in .*images\.npz'
     with pytest.raises(ValueError, match=message):
         sample_pixels.main(['--checkpoint', str(path), '--data', str(data), '--out', str(tmp_path / 'out.png')])
-
-
-def test_a_photograph_is_not_overwritten(checkpoint: Path, tmp_path: Path):
-    photograph = tmp_path / 'cat.png'
-    Image.new('RGB', (4, 4)).save(photograph)
-    before = photograph.read_bytes()
-    arguments = ['--checkpoint', str(checkpoint), '--out', str(photograph), '--images']
-    other = tmp_path / 'other.PNG'
-    other.write_bytes(before)
-    for more in ([photograph], [tmp_path], [other, '--mask', photograph]):
-        with pytest.raises(ValueError, match='expected another place than that of'):
-            sample_pixels.main([*arguments, *map(str, more)])
-    assert photograph.read_bytes() == before
 
 
 def test_a_completion_is_not_overwritten_by_the_sheet(checkpoint: Path, data: Path, tmp_path: Path):

@@ -137,13 +137,6 @@ def test_a_folder_that_timm_refuses_is_named(tmp_path):
     assert not (tmp_path / 'executed').exists()
 
 
-def test_layer_scale_of_the_model_alone_is_no_tensor_of_the_source(tmp_path, capsys):
-    source, vit = write('pth', tmp_path)
-    arguments = ['--model', 'aft_conv_tiny', '--model-arg', *AFT, 'init_values=1e-5', '--out', str(tmp_path / 'out')]
-    main(['--source', str(source), *arguments])
-    assert f'parameters in {len(vit.state_dict())} tensors' in capsys.readouterr().out
-
-
 def test_the_options_reach_the_model(tmp_path):
     source, vit = write('pth', tmp_path)
     arguments = '--model aft_full_tiny --num-classes 3 --size 48x64'.split()
@@ -241,43 +234,10 @@ def test_a_wrong_name_is_named(tmp_path, monkeypatch, source, model, message):
     assert not Path('out').exists()
 
 
-def test_a_folder_is_not_replaced_by_what_is_made_of_it(tmp_path):
-    source, _ = write('folder', tmp_path)
-    with pytest.raises(ValueError, match=r'another place than that of .*source.folder, which is read'):
-        run(source, source)
-
-
-def test_a_run_stays_the_one_that_is_read(tmp_path):
-    source, _ = write('run', tmp_path)
-    before = sorted(source.iterdir())
-    with pytest.raises(
-        ValueError, match=r'another folder than that of a run, got --out .*, whose best\.pth it would hide'
-    ):
-        run(source / 'best.pth', source)
-    assert sorted(source.iterdir()) == before
-
-
-def test_a_size_of_part_of_a_patch_is_named(tmp_path):
-    source, _ = write('folder', tmp_path)
-    with pytest.raises(ValueError, match=r'multiples of the patch size \(8, 8\), got \(36, 32\)'):
-        run(source, tmp_path / 'out', '--size', '36x32')
-    assert not (tmp_path / 'out').exists()
-
-
 def test_a_file_without_a_state_dict_is_named(tmp_path):
     torch.save([torch.ones(2)], tmp_path / 'list.pth')
     with pytest.raises(ValueError, match='a state dict, got a list'):
         run(tmp_path / 'list.pth', tmp_path / 'out')
-
-
-@pytest.mark.parametrize('source', ['deit_tiny_patch16_224', 'hf-hub:someone/something'])
-def test_without_a_network_a_name_is_refused(tmp_path, monkeypatch, source):
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError('Name or service not known')
-
-    monkeypatch.setattr(timm, 'create_model', fail)
-    with pytest.raises(ValueError, match=rf'weights of {source} from the network.*Name or service.*--source FILE'):
-        run(source, tmp_path / 'out')
 
 
 def test_a_model_of_one_channel_has_a_mean_of_one(tmp_path):

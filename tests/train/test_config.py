@@ -57,7 +57,6 @@ def test_a_name_is_a_config_of_the_package_unless_a_file_has_it(tmp_path, monkey
     ('given', 'meant'),
     [
         ('finetun', 'finetune'),
-        ('elsewhere/configs/finetune.yaml', None),
         ('configs/imagenet/deit_300e.yaml', 'imagenet/deit_300e'),
         ('deit_300', 'imagenet/deit_300e'),
         ('aft_conv_small_k11_h384.yml', 'imagenet/aft_conv_small_k11_h384'),
@@ -67,7 +66,7 @@ def test_a_config_that_is_none_is_an_error_with_the_nearest_of_the_package(given
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match='expected a YAML file, or the name of a config of the package') as raised:
         load_config(given)
-    assert str(raised.value).endswith(f'; did you mean {meant}?' if meant else f'got {given}, which does not exist')
+    assert str(raised.value).endswith(f'; did you mean {meant}?')
 
 
 def test_a_base_in_another_folder_is_relative_to_the_file(tmp_path):
@@ -166,8 +165,6 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
     [
         ('optim.lrr=3', r"optim\.lrr = 3: Key 'lrr' not in 'OptimConfig'\. Did you mean: 'lr'"),
         ('shedule.epochs=3', r"^command line: shedule\.epochs = 3: Key .* Did you mean: 'schedule'"),
-        ('optim.lr=fast', r"optim\.lr = 'fast': .*could not be converted to Float"),
-        ('data.batch_size=1.5', r"data\.batch_size = '1\.5': "),
         ('data.img_size=[1,2,3]', r'data\.img_size = \[1, 2, 3\]: .*length 3'),
         ('data.dir=null', r"data\.dir = None: Incompatible value 'None'"),
         ('model=3', r'^command line: model = 3: '),
@@ -176,17 +173,12 @@ def test_a_loaded_experiment_cannot_be_changed(vit_file):
         ('schedule.warmup_epochs=300', r'schedule\.warmup_epochs to be below schedule\.epochs, which is 300, got 300'),
         ('optim.name=adamww', r"optim\.name = 'adamww' is not an optimizer; did you mean adamw"),
         ('optim.accumulate=3', r'an even multiple of optim\.accumulate \(3\) times .* \(1\), got 64; set .*=66'),
-        ('data.batch_size=63', r'even multiple of .*, got 63; set data\.batch_size=64, or augment\.mix_prob=0'),
-        ('data.on_corrupt_image=ignore', r"on_corrupt_image = 'ignore': .*expected one of \['raise', 'skip'\]"),
         ('augment.auto_augment=foo', r"auto_augment must be a policy of timm, .* got 'foo'"),
         ('schedule.min_lr=1', r'schedule\.min_lr to be at most the peak rate 6\.25e-05, .*, got 1'),
-        ('ema.warmup=true', r'expected ema\.warmup to be false without ema\.decay, got True'),
         ('run.reset_head=true', r'run\.reset_head to be false without run\.init_from or model\.pretrained, got True'),
         ('data.max_tokens=63', r'data\.max_tokens to be at least one for each of the 64 images of a batch, got 63'),
-        ('optim.name=adahessian', r"optim\.name = 'adahessian' is not an optimizer"),
         ('model.name=aft_pyramid_nano model.embed_dim=64', r"model\.embed_dim = 64: Key 'embed_dim' not in 'Model'"),
         ('optim.lr', r"expected an override like section\.key=value, got 'optim\.lr'"),
-        ('optim..lr=3', r"expected an override like section\.key=value, got 'optim\.\.lr=3'"),
         ('optim.lr.x=1', r"command line: optim\.lr = \{'x': 1\}: "),
         ('foo={}', r"foo = \{\}: Key 'foo' not in 'Config'"),
         ('optim.lr="', r'expected a YAML value after ='),
@@ -209,8 +201,6 @@ def test_a_compiled_run_has_at_most_eight_training_sizes(tmp_path):
     ('overrides', 'message'),
     [
         (['data.train_sizes=[32,64]'], r'data\.train_sizes to be null with data\.max_tokens, .*, got \[32, 64\]'),
-        (['data.eval_img_size=64'], r'data\.eval_img_size to be null with data\.max_tokens, .*, got \(64, 64\)'),
-        (['run.compile=true'], r'run\.compile to be false with data\.max_tokens, .*, got True'),
         (['distill.teacher=resnet18'], r"distill\.teacher to be null with data\.max_tokens, got 'resnet18'"),
         (['model.name=aft_full_tiny'], r'data\.max_tokens: .* create it with dynamic_img_size=True'),
         (['model.name=aft_pyramid_nano'], r'data\.max_tokens: .*, got AFTPyramid, which takes sizes in pixels'),
@@ -218,7 +208,6 @@ def test_a_compiled_run_has_at_most_eight_training_sizes(tmp_path):
             ['model.name=test_vit'],
             r'data\.max_tokens: expected .* aft_\* .* or a naflexvit_\*.*, got VisionTransformer,',
         ),
-        (['model.global_pool=map'], r'data\.max_tokens: .* create it with global_pool=avg'),
     ],
 )
 def test_what_images_of_native_shapes_cannot_have_is_rejected(tmp_path, overrides, message):
@@ -443,13 +432,6 @@ def distinct_numeric_fields() -> list[tuple[type, str, dataclasses.Field]]:
 
 def is_several(field: dataclasses.Field) -> bool:
     return 'tuple' in str(field.type) or 'list' in str(field.type)
-
-
-def test_nan_is_refused_in_every_number_by_its_key():
-    for cls, section, each in distinct_numeric_fields():
-        value = (math.nan, math.nan) if is_several(each) else math.nan
-        with pytest.raises(ValueError, match=rf'expected {section}\.{each.name} to be'):
-            cls(**{each.name: value})
 
 
 @pytest.mark.parametrize(

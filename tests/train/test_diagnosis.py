@@ -42,29 +42,14 @@ def test_a_sound_update_names_no_layer_and_all_its_images(state, loader, tmp_pat
     assert (found['update'], found['epoch'], found['layer'], found['weights']) == (4, 1, None, [])
     loader.set_epoch(0)
     assert found['images'] == [draw.image for draw in loader.train.sampler][300:400]
-    assert set(found['keys']) == {'blocks.0.attn', 'blocks.1.attn'}
-    assert all(low < 0 < high for low, high in found['keys'].values())
-
-
-def test_the_range_of_the_keys_is_that_of_all_parts(state, loader, tmp_path):
-    with torch.no_grad():
-        state.model.blocks[0].norm1.weight.zero_()
-        state.model.blocks[0].norm1.bias.zero_()
-        bias = state.model.blocks[0].attn.qkv.bias
-        bias.copy_(torch.arange(len(bias)))
-    assert diagnose(state, loader, tmp_path)['keys']['blocks.0.attn'] == [32, 39]
 
 
 def test_the_first_layer_that_goes_wrong_and_its_weights_are_named(state, loader, tmp_path):
     with torch.no_grad():
         state.model.blocks[1].mlp.fc1.weight[3, 5] = float('inf')
-        state.model.blocks[0].attn.kernel.gamma.fill_(7.0)
     found = diagnose(state, loader, tmp_path)
     assert found['layer'] == 'blocks.1.mlp.fc1'
     assert found['weights'] == ['blocks.1.mlp.fc1.weight']
-    low, high = found['biases']['blocks.0.attn']
-    assert low < -7 < 7 < high
-    assert found['biases']['blocks.1.attn'] == [0, 0]
 
 
 def test_images_that_are_not_finite_come_first(state, loader, tmp_path, monkeypatch):
@@ -103,10 +88,3 @@ def test_without_the_images_the_weights_are_described(state, loader, tmp_path):
     found = json.loads(write_diagnosis(state, [], 1.0, tmp_path).read_text())
     assert found['weights'] == []
     assert 'images' not in found
-    state.model.blocks[0].attn.kernel.beta.data.fill_(float('inf'))
-    state.model.blocks[0].attn.qkv.bias.data.fill_(float('inf'))
-    written = write_diagnosis(state, loader.train, float('nan'), tmp_path).read_text()
-    # Strict JSON has neither.
-    found = json.loads(written, parse_constant=lambda name: pytest.fail(f'{name} is no JSON'))
-    assert found['biases']['blocks.0.attn'][1] == 'inf'
-    assert found['keys']['blocks.0.attn'] == ['inf', 'inf']

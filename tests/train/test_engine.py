@@ -240,14 +240,6 @@ def test_a_restored_state_has_the_rate_and_the_settings_of_its_own_experiment(st
     assert {group['weight_decay'] for group in other.optimizer.param_groups} == {0.0, 0.3}
 
 
-def test_layer_decay_slows_the_first_blocks():
-    model = make_vit()
-    state = make_state(model, optim=OptimConfig(lr=0.64, layer_decay=0.5))
-    scale = {id(p): group['lr_scale'] for group in state.optimizer.param_groups for p in group['params']}
-    first, last, head = model.blocks[0].mlp.fc1.weight, model.blocks[1].mlp.fc1.weight, model.head.weight
-    assert [scale[id(p)] for p in (first, last, head)] == [0.25, 0.5, 1.0]
-
-
 def test_arguments_of_the_optimizer_are_passed_on():
     state = make_state(optim=OptimConfig(lr=0.64, args={'betas': [0.8, 0.9], 'eps': 1e-6}))
     assert isinstance(state.optimizer, torch.optim.AdamW)
@@ -279,11 +271,6 @@ def test_moments_of_an_optimizer_of_many_calls_go_on_in_one_call():
     for state in (first, other):
         train(state, batches[3:])
     torch.testing.assert_close(other.model.state_dict(), first.model.state_dict(), rtol=1e-5, atol=1e-6)
-
-
-def test_an_argument_that_the_optimizer_does_not_take_is_named():
-    with pytest.raises(ValueError, match=r"expected optim\.args of the optimizer adamw, got {'moment': 0\.9}"):
-        make_state(optim=OptimConfig(lr=0.64, args={'moment': 0.9}))
 
 
 @pytest.mark.parametrize('supported', [True, False])
@@ -556,13 +543,6 @@ def test_weights_that_have_diverged_replace_no_checkpoint(tmp_path):
     assert [(tmp_path / name).read_bytes() for name in ('last.pth', 'best.pth')] == before
 
 
-def test_a_validation_loss_that_is_not_finite_stops_the_run(tmp_path):
-    broken = [(images * float('inf'), targets) for images, targets in make_batches()]
-    with pytest.raises(FloatingPointError, match='a finite validation loss, got nan after epoch 1'):
-        run(make_state(), tmp_path, broken)
-    assert not (tmp_path / 'best.pth').exists()
-
-
 def test_weights_whose_validation_loss_is_not_finite_replace_no_checkpoint(tmp_path, monkeypatch):
     original, calls = pkgutil.resolve_name('train.engine.evaluate_all'), itertools.count(1)
 
@@ -574,7 +554,8 @@ def test_weights_whose_validation_loss_is_not_finite_replace_no_checkpoint(tmp_p
     state = make_state()
     with pytest.raises(FloatingPointError, match='a finite validation loss, got nan after epoch 2'):
         run(state, tmp_path)
-    assert torch.load(tmp_path / 'last.pth', weights_only=True)['epoch'] == 1
+    for name in ('last.pth', 'best.pth'):
+        assert torch.load(tmp_path / name, weights_only=True)['epoch'] == 1
 
 
 @pytest.mark.parametrize('epoch', [1, 4])

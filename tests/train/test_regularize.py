@@ -95,17 +95,6 @@ def test_parts_of_a_batch_add_the_entropy_once():
     torch.testing.assert_close(gradients(parts.model), gradients(whole.model), rtol=1e-4, atol=1e-6)
 
 
-def test_a_weight_of_zero_computes_no_entropy(monkeypatch):
-    called = []
-    monkeypatch.setattr('train.regularize.kernel_entropy', lambda model: called.append(model) or torch.tensor(2.0))
-    weighted, plain = make_state(regularize=ENTROPY), make_state()
-    assert weighted.regularization.penalty() == pytest.approx(0.2)
-    assert called == [weighted.model]
-    train(plain, 1)
-    assert plain.regularization.penalty() == 0
-    assert called == [weighted.model]
-
-
 @pytest.mark.parametrize('amp', ['bfloat16', 'float16'])
 def test_autocast_and_a_scaled_loss_leave_the_gradient_of_the_entropy(amp: str):
     found = []

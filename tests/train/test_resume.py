@@ -277,22 +277,6 @@ def test_a_folder_without_a_checkpoint_is_not_gone_on_with(small, tmp_path):
         main([*small, f'run.resume={tmp_path}', f'run.dir={tmp_path / "run"}'])
 
 
-def test_a_new_run_in_an_old_folder_leaves_nothing_to_go_on_from(small, tmp_path, monkeypatch):
-    for name in ('last.pth', 'last-1.pth', 'best.pth'):
-        (tmp_path / name).write_bytes(b'old')
-        with pytest.raises(FileExistsError):
-            main([*small, f'run.dir={tmp_path}'])
-        (tmp_path / name).unlink()
-    for name in ('last.pth', 'last-1.pth', 'best.pth'):
-        (tmp_path / name).write_bytes(b'old')
-    interrupt_at(monkeypatch, 1)
-    with pytest.raises(SystemExit):
-        main([*small, 'run.overwrite=true', f'run.dir={tmp_path}'])
-    assert torch.load(tmp_path / 'last.pth', weights_only=True)['updates'] == 1
-    assert not (tmp_path / 'last-1.pth').exists()
-    assert not (tmp_path / 'best.pth').exists()
-
-
 def test_the_latest_checkpoints_are_kept_and_saved_by_the_clock(small, tmp_path):
     main([*small, 'run.save_minutes=1e-9', 'run.keep=3', f'run.dir={tmp_path}'])
     kept = ('last.pth', 'last-1.pth', 'last-2.pth')

@@ -56,7 +56,7 @@ def test_the_cosine_ends_with_the_run(max_updates, last):
     ('keys', 'message'),
     [
         (dict(warmup_updates=0), r'warmup_updates to be at least 1 with the kind inverse_sqrt, got 0'),
-        (dict(min_lr=1e-4), r'schedule\.min_lr to be 0 for inverse_sqrt, got 0\.0001'),
+        (dict(min_lr=1e-4), r'schedule\.min_lr to be 0\.0 for inverse_sqrt, got 0\.0001'),
     ],
 )
 def test_a_schedule_that_cannot_be_is_rejected(keys, message):

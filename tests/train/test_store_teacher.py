@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers import NO_AUGMENTATION, digest, link_photographs, losses, save_model, stop_in
+from helpers import NO_AUGMENTATION, link_photographs, losses, save_model
 from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -114,22 +114,6 @@ def test_the_outputs_are_those_of_the_teacher_for_each_crop(photographs, outputs
 
 def stored_teacher(outputs: TeacherOutputs, hard: bool = False) -> StoredTeacher:
     return StoredTeacher(outputs, np.arange(len(outputs.names)) // 4, hard)
-
-
-def test_a_stored_teacher_returns_what_the_teacher_does(photographs, outputs):
-    teacher, seen = teacher_of(outputs), crop_pixels(photographs, outputs)
-    crops = torch.tensor([7, 0, 59, 30])
-    stored = stored_teacher(outputs)
-    assert stored.see(crops).tolist() == [0, 0, 4, 2]
-    with torch.no_grad():
-        expected = teacher(seen[crops]).log_softmax(-1)
-    torch.testing.assert_close(
-        stored(torch.zeros(4, 3, 32, 32)).log_softmax(-1).double(), expected, rtol=2e-3, atol=3e-3
-    )
-    hard = stored_teacher(outputs, hard=True)
-    hard.see(crops)
-    assert torch.equal(hard(torch.zeros(4, 3, 2, 2)).softmax(-1).argmax(-1), expected.argmax(-1))
-    assert hard(torch.zeros(4, 3, 2, 2)).softmax(-1).max(-1)[0].min() == 1
 
 
 def test_the_probability_that_is_not_stored_is_spread_evenly(options, tmp_path):
@@ -349,20 +333,6 @@ def test_names_of_files_may_be_any(photographs, options, tmp_path):
     assert {Path(name).name for name in TeacherOutputs(outputs.folder).names} == {*strange}
     state = train([*arguments, f'distill.stored={outputs.folder}', f'run.dir={tmp_path / "run"}'])
     assert state.progress.updates == 4
-
-
-def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(options, outputs, tmp_path, monkeypatch):
-    more = [
-        f'distill.stored={outputs.folder}',
-        'distill.kind=soft_feature',
-        'run.resume=auto',
-        'run.throughput_batches=1',
-    ]
-    whole, stopped = ([*options, *more, f'run.dir={tmp_path / name}'] for name in ('whole', 'stopped'))
-    train(whole)
-    stop_in(monkeypatch, 3, train, stopped)
-    train(stopped)
-    assert digest(tmp_path / 'whole' / 'last.pth') == digest(tmp_path / 'stopped' / 'last.pth')
 
 
 @pytest.mark.parametrize(

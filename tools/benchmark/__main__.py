@@ -144,8 +144,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     try:
         torch.set_num_threads(args.threads or (min(2, count_cores()) if is_goals else threads))
         device = resolve_device(getattr(args, 'device', 'cpu'))
-        if getattr(args, 'graph', False) and device.type != 'cuda':
-            raise ValueError(f'--graph needs a CUDA device, got {device}; add --device cuda')
         precision = 'float32, or bfloat16 where the row says so' if is_goals else getattr(args, 'dtype', 'float32')
         section = import_module(f'tools.benchmark.{args.section}')
         # Each goal has its own device.

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    from aft_vision import fastformer
-except ImportError as error:
-    raise ImportError(f"text encoders need transformers: pip install 'aft-vision[text]' ({error})") from error
+from aft_vision import fastformer
 from tools.benchmark.compare import DIRECTIONS, Candidate, Prepared, compare, draw, next_to_the_paper
 from tools.benchmark.printer import Report
 from tools.benchmark.scaling import QUANTITIES, measure_until, report_fits

@@ -48,10 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     commands = find_commands()
     if name not in commands:
-        # The name of a module is a near one.
-        modules = {module: each for each, module in commands.items()}
-        near = difflib.get_close_matches(name, [*commands, *modules], n=1)
-        meant = f'; did you mean {modules.get(near[0], near[0])}?' if near else ''
+        near = difflib.get_close_matches(name, commands, n=1)
+        meant = f'; did you mean {near[0]}?' if near else ''
         sys.exit(fail(f'expected a command, got {name}{meant}; aft-vision --help lists them'))
     sys.path.insert(0, str(ROOT))
     # For the commands that a command starts.

@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from train.arguments import parse_args
+from train.command_line import parse_args, run_command
 
 EXAMPLE = 'smoke/fastformer'
 
@@ -39,7 +39,6 @@ from aft_vision.cores import limit_threads
 from aft_vision.devices import resolve_device
 from aft_vision.files import write_json
 from train.checkpoint import holds_run, lock_run
-from train.command_line import run_command
 from train.config import save_config
 from train.fastformer.run import CONFIG, RESULT, TextRun
 from train.fastformer.schema import TextConfig

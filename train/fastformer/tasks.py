@@ -51,4 +51,4 @@ def drop_for_preset(layers: Sequence[Layer]) -> list[Layer]:
     if preset not in PRESETS:
         return list(layers)
     stated = PRESETS[preset].model
-    return leave_out(layers, lambda key, value: key in stated, f'model.preset={preset} states them')
+    return leave_out(layers, lambda key, value: key not in stated, f'model.preset={preset} states them')
