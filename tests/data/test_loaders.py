@@ -1,3 +1,4 @@
+import importlib
 from itertools import islice
 from pathlib import Path
 
@@ -113,3 +114,9 @@ def test_updates_have_the_sizes_of_the_schedule_and_validation_its_own():
     assert set(shapes) == {(16, 16), (24, 32)}
     assert shapes[::2] == shapes[1::2]
     assert next(iter(loaders.validation))[0].shape[2:] == (40, 40)
+
+
+def test_loaders_have_their_earlier_name_too():
+    earlier = importlib.import_module('aft_vision.data.imagenet')
+    assert earlier.create_loaders is create_loaders
+    assert earlier.create_eval_loader is create_eval_loader
