@@ -170,6 +170,10 @@ def read_mask(text: str, img_size: tuple[int, int]) -> torch.Tensor:
     if not Path(text).exists():
         raise ValueError(f'the mask must be one of {", ".join(MASKS)}, or an image file, got {text}, which is neither')
     mask = torch.from_numpy(np.array(open_image(text).convert('L'))) >= 128
+    with Image.open(text) as image:
+        # What an editor has erased keeps its colour.
+        if image.has_transparency_data and np.array(image.convert('RGBA'))[..., 3].min() < 255:
+            raise ValueError(f'expected a mask of black and white pixels, got {text} with transparent ones')
     if tuple(mask.shape) != img_size:
         raise ValueError(
             f'expected a mask of {img_size[0]} x {img_size[1]} pixels (H x W), got {mask.shape[0]} x {mask.shape[1]}'

@@ -46,7 +46,7 @@ def evaluated_checkpoint(config: Experiment, run_dir: Path, overrides: Sequence[
         ValueError: no weights are given.
     """
     best, start = run_dir / BEST, config.run.init_from
-    if best.exists() and not command_line_text(overrides, 'run.init_from'):
+    if best.exists() and not (start and command_line_text(overrides, 'run.init_from')):
         return best
     if not (start or config.model.get('pretrained')):
         raise ValueError(f'expected weights to evaluate: {best}, or those of run.init_from, got none')

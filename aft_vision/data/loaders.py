@@ -222,6 +222,8 @@ def _warn(source: Source, *splits: Split) -> None:
         _logger.warning('ignored in %s, because they are hidden or no images: %s', name, ignored)
     if nested := next((split.nested for split in splits if split.nested), ''):
         _logger.warning('the class of an image is its outermost folder, as of %s', nested)
+    if len(splits[0].class_names) == 1:
+        _logger.warning('%s has one class, %s, so every prediction is right', name, splits[0].class_names[0])
 
 
 def _warn_of_small_classes(train: Split, balanced: bool) -> None:

@@ -16,7 +16,7 @@ from transformers.utils.generic import can_return_tuple
 from .additive import AdditivePooling, FastformerAttention
 from .baselines import BaselineLayer
 from .config import FastformerConfig
-from .encoder import as_mask, create_encoder, create_norm
+from .encoder import ENCODERS, as_mask, create_encoder, create_norm
 from .initialization import draw_weights
 from .interaction import Concat
 from .standalone import SavesCode
@@ -130,6 +130,10 @@ class FastformerPreTrainedModel(SavesCode, PreTrainedModel):
             model._weight_conversions = None
         _require_matching_weights(model, info['missing_keys'], pretrained_model_name_or_path)
         return (model, info) if output_loading_info else model
+
+    def needed_classes(self) -> list[Any]:
+        """Return the classes that are needed to load this, except a language model's."""
+        return [type(self), type(self.config), ENCODERS[self.config.encoder_mixer]]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,12 +1,15 @@
 """Code in the folders of saved text models, with which transformers loads them where this package is not installed."""
 
 import inspect
+import logging
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_import_files
+
+_logger = logging.getLogger(__name__)
 
 # The Auto class of each class. A classifier also loads as AutoModel, without its head, as does the encoder of a writer.
 AUTO_CLASSES = {
@@ -27,8 +30,8 @@ class SavesCode:
 
     transformers' Auto classes load such a folder where this package is not installed, with `trust_remote_code=True`.
     The code is the module of a class and those that it imports, which may import only transformers, torch, NLTK and
-    modules of this folder, the latter as `from .name import`. Classes, encoders and language models from elsewhere are
-    not copied.
+    modules of this folder, the latter as `from .name import`. Classes, encoders and language models from elsewhere
+    cannot be copied: a warning then says that the folder needs them.
     """
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,13 +45,20 @@ class SavesCode:
                 shutil.copymode(config, weights)
         return saved
 
+    def needed_classes(self) -> list[Any]:
+        """Return the classes that are needed to load this, except a language model's."""
+        return [type(self)]
+
 
 def write_code(saved: Any, folder: Path) -> None:
     """Write the code of a model or tokeniser into a folder, and the entry of its configuration by which it is found."""
     name, is_tokenizer = type(saved).__name__, AUTO_CLASSES.get(type(saved).__name__) == 'AutoTokenizer'
-    if name not in AUTO_CLASSES:
-        # It may be there from the folder that the model was loaded from.
-        vars(getattr(saved, 'config', saved)).pop('auto_map', None)
+    foreign = _find_foreign(saved)
+    if foreign:
+        _logger.warning('%s will load only where %s can be imported', folder, foreign)
+        if not is_tokenizer:
+            # It may be there from an earlier save, or from the folder that the model was loaded from.
+            vars(saved.config).pop('auto_map', None)
         return
     folder.mkdir(parents=True, exist_ok=True)
     source = inspect.getfile(type(saved))
@@ -71,3 +81,21 @@ def _reference(x: type) -> str:
 def _copied_name(file: Path) -> str:
     # The name of a module in the folder; one that was loaded from such a folder keeps its own.
     return f'{PREFIX}{file.stem.removeprefix(PREFIX)}'
+
+
+def _find_foreign(saved: Any) -> str:
+    # Return the name of a class that the code needs from outside this package and transformers, or ''.
+    if type(saved).__name__ not in AUTO_CLASSES:
+        return _full_name(type(saved))
+    text_config = getattr(getattr(saved, 'config', None), 'text_config', None)
+    if text_config is not None and not type(text_config).__module__.startswith('transformers.'):
+        return _full_name(type(text_config))
+    return next((_full_name(x) for x in saved.needed_classes() if _package(x) != _package(type(saved))), '')
+
+
+def _package(x: type) -> str:
+    return x.__module__.rpartition('.')[0]
+
+
+def _full_name(x: Any) -> str:
+    return f'{x.__module__}.{x.__name__}'

@@ -58,7 +58,12 @@ def summarize(
 
     Returns:
         A summary for each text, without the special tokens.
+
+    Raises:
+        ValueError: `texts` is one text.
     """
+    if isinstance(texts, str):
+        raise ValueError('expected texts, such as a list of them, got one text')
     # transformers has a separate type for models that generate.
     generate: Any = model.generate
     summaries: list[str] = []

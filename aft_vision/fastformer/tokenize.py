@@ -107,6 +107,8 @@ def train_tokenizer(
     Raises:
         ValueError: the method is unknown, the size is too small, or the texts have no words.
     """
+    if isinstance(texts, str):
+        raise ValueError('expected texts, such as a list of them, got one text')
     if method not in METHODS:
         raise ValueError(f'expected the method {", ".join(METHODS)}, got {method!r}')
     min_size = len(SPECIAL_TOKENS) + (BYTES if method == 'bpe' else 1)

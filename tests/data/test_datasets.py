@@ -876,6 +876,13 @@ def test_balanced_classes_are_drawn_equally_often(tmp_path, caplog):
     assert 'class_weights' not in caplog.text
 
 
+def test_one_class_is_a_warning(tmp_path, caplog):
+    make_folder(tmp_path, {'train': ['only'], 'val': ['only']})
+    loaders = create_loaders(tmp_path, (16, 16), 1, augment=Augmentation(repeats=1), num_workers=0)
+    assert loaders.description.endswith('validation: 2 images, 1 class')
+    assert 'has one class, only, so' in caplog.text
+
+
 def save_turned(path: Path, orientation: int) -> None:
     """A picture with a white left half, stored so that this orientation turns it upright."""
     upright = Image.new('RGB', (32, 32))

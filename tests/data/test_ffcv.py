@@ -143,6 +143,12 @@ def test_an_evaluation_crop_without_a_change_of_size_is_exact():
     np.testing.assert_array_equal(cropped.permute(1, 2, 0).numpy(), image[10:30, 16:48])
 
 
+@pytest.mark.parametrize('crop_pct', [0, -1, 1.5])
+def test_a_crop_that_no_image_has_is_an_error(crop_pct):
+    with pytest.raises(ValueError, match=r'crop_pct must be in \(0, 1\], got'):
+        EvalTransform((20, 32), crop_pct)
+
+
 def test_the_number_of_processes_does_not_change_the_images(clothing):
     assert_same_batches(batches(clothing, workers=2), batches(clothing))
 

@@ -1,16 +1,21 @@
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
+import torch
+from transformers import BertConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_imports
 
 from aft_vision.fastformer import (
     FastformerConfig,
+    FastformerForNewsRecommendation,
     FastformerForSequenceClassification,
     FastformerModel,
+    FastformerNewsConfig,
+    encoder,
 )
 from aft_vision.fastformer.tokenize import train_tokenizer
 
@@ -57,3 +62,29 @@ def test_a_model_with_an_adapter_is_saved_without_its_configuration(tmp_path, mo
     model.save_pretrained(tmp_path)
     modes = {(tmp_path / f'adapter_{name}').stat().st_mode for name in ('config.json', 'model.safetensors')}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize('kind', ['class', 'encoder', 'loaded encoder', 'language model'])
+def test_what_cannot_be_copied_is_said_when_it_is_saved(kind, tmp_path, caplog, monkeypatch):
+    class Foreign(FastformerModel):
+        pass
+
+    class ForeignConfig(BertConfig):
+        pass
+
+    if kind == 'class':
+        model: Any = Foreign(FastformerConfig(**SMALL))
+    elif kind.endswith('encoder'):
+        module = 'transformers_modules.other.mine' if kind.startswith('loaded') else 'mine'
+        monkeypatch.setitem(encoder.ENCODERS, 'foreign', type('Mine', (torch.nn.Identity,), {'__module__': module}))
+        model = FastformerModel(FastformerConfig(encoder_mixer='foreign', **SMALL))
+    else:
+        bert = ForeignConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+        model = FastformerForNewsRecommendation(FastformerNewsConfig(**SMALL))
+        model.config.text_config = bert
+    with caplog.at_level(logging.WARNING, 'aft_vision'):
+        model.save_pretrained(tmp_path)
+    name = {'class': 'Foreign', 'encoder': 'Mine', 'loaded encoder': 'Mine', 'language model': 'ForeignConfig'}[kind]
+    assert f'{name} can be imported' in caplog.text
+    assert not [*tmp_path.glob('*.py')]
+    assert not json.loads((tmp_path / 'config.json').read_text()).get('auto_map')

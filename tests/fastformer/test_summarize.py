@@ -81,7 +81,9 @@ def test_no_texts_give_no_summaries(model, tokenizer):
     assert summarize(model, tokenizer, []) == []
 
 
-def test_a_folder_without_a_model_is_named(tmp_path):
+def test_what_cannot_be_summarized_is_named(model, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match='got one text'):
+        summarize(model, tokenizer, 'one text')
     with pytest.raises(ValueError, match=r'a folder with a saved model, got .*, which has no config\.json'):
         load_summarizer(tmp_path / 'nowhere')
 

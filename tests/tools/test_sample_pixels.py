@@ -135,17 +135,20 @@ def test_images_of_a_folder_that_cannot_be_decoded_are_named_and_counted(checkpo
     [
         (['--data', '{data}', '--indices', '5'], 'expected indices from 0 to 4, got 5'),
         (['--data', '{data}', '--mask', 'middle'], 'mask must be one of .*, or an image file, got middle'),
+        (['--data', '{data}', '--mask', '{erased}'], r'got .*erased\.png with transparent ones'),
         (['--images', '{large}'], r'expected an image of 4 x 4 pixels \(H x W\), got 6 x 5'),
         (['--data', '{data}', '--mask', '{large}'], r'expected a mask of 4 x 4 pixels \(H x W\), got 6 x 5'),
         (['--images', '{data}'], 'expected an image that can be decoded, got none of 1'),
         (['--images', 'missing.png'], r'expected image files or folders, got missing\.png, which do not exist'),
         (['--data', '{data}', '--top-k', '0'], 'top_k must be at least 1, got 0'),
     ],
-    ids=['index', 'mask', 'size', 'size of the mask', 'no image', 'no file', 'rule'],
+    ids=['index', 'mask', 'erased mask', 'size', 'size of the mask', 'no image', 'no file', 'rule'],
 )
 def test_a_wrong_argument_is_named(arguments: list[str], message: str, checkpoint: Path, data: Path, tmp_path: Path):
     Image.new('RGB', (5, 6)).save(tmp_path / 'large.png')
-    filled = [text.format(data=data, large=tmp_path / 'large.png') for text in arguments]
+    Image.new('RGBA', (4, 4), (255, 255, 255, 0)).save(tmp_path / 'erased.png')
+    files = {name: tmp_path / f'{name}.png' for name in ('large', 'erased')}
+    filled = [text.format(data=data, **files) for text in arguments]
     with pytest.raises(ValueError, match=message):
         sample_pixels.main(['--checkpoint', str(checkpoint), '--out', str(tmp_path / 'out.png'), *filled])
 

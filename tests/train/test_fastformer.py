@@ -321,9 +321,20 @@ def test_a_model_is_not_evaluated_on_texts_that_it_may_have_been_trained_on(trai
         fastformer.main(['--eval', *arguments(pairs, trained[0]), change])
 
 
-def test_a_model_that_is_not_there_is_found_missing_before_the_folder_is_made(pairs, tmp_path):
-    with pytest.raises(ValueError, match=r'a saved model in run\.init_from, .*config\.json, got run/seed_O'):
-        fastformer.main([*arguments(pairs, tmp_path / 'run'), 'run.init_from=run/seed_O/best'])
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('run.init_from=run/seed_O/best', r'a saved model in run\.init_from, .*config\.json, got run/seed_O'),
+        ('data.glove=glove.6b.txt', r'GloVe vectors in data\.glove, got glove\.6b\.txt, which is no file'),
+    ],
+)
+def test_a_file_that_is_not_there_is_found_missing_before_earlier_runs_are_replaced(pairs, tmp_path, override, message):
+    earlier = tmp_path / 'run' / 'seed_0' / 'result.json'
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
+    with pytest.raises(ValueError, match=f'expected {message}'):
+        fastformer.main([*arguments(pairs, tmp_path / 'run'), override, 'run.overwrite=true'])
+    assert earlier.exists()
     assert not (tmp_path / 'run').exists()
 
 

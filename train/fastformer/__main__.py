@@ -133,13 +133,15 @@ def begin(run: TextRun) -> None:
 
 
 def check_files(config: TextConfig) -> None:
-    """Raise a ValueError if the model that training starts from is missing.
+    """Raise a ValueError if the model that training starts from, or the file of vectors, is missing.
 
-    A name that is no folder would be asked for on the hub, when the folder of the runs is already written.
+    A name that is no folder would be asked for on the hub, when earlier runs are already replaced.
     """
-    source = config.run.init_from
+    source, glove = config.run.init_from, config.data.glove
     if source is not None and not (Path(source) / 'config.json').is_file():
         raise ValueError(f'expected a saved model in run.init_from, a folder with config.json, got {source}')
+    if glove is not None and not Path(glove).is_file():
+        raise ValueError(f'expected GloVe vectors in data.glove, got {glove}, which is no file')
 
 
 def check_same(before: TextConfig, now: TextConfig, source: Path) -> None:

@@ -98,6 +98,8 @@ class EvalTransform:
     """
 
     def __init__(self, img_size: tuple[int, int] | NativeShape, crop_pct: float) -> None:
+        if not 0 < crop_pct <= 1:
+            raise ValueError(f'crop_pct must be in (0, 1], got {crop_pct}')
         self.img_size, self.crop_pct = _one_size(img_size), crop_pct
 
     def __call__(self, image: np.ndarray) -> torch.Tensor:

@@ -236,13 +236,16 @@ def _as_request(record: Record) -> Request:
     label = values['label']
     if isinstance(label, bool) or label not in (0, 1):
         raise ValueError(f"{location}, column 'label': expected 0 or 1, got {label!r:.80}")
+    user = values.get('user', '')
+    if isinstance(user, bool) or not isinstance(user, (str, int)):
+        raise ValueError(f"{location}, column 'user': expected a text or a whole number, got {user!r:.80}")
     if not isinstance(values['behaviors'], list):
         raise ValueError(f"{location}, column 'behaviors': expected a list, got {values['behaviors']!r:.80}")
     return Request(
         int(label),
         check_text(location, 'ad', values['ad']),
         list(_as_behaviors(location, values['behaviors'])),
-        str(values.get('user', '')),
+        str(user),
     )
 
 

@@ -171,9 +171,13 @@ def _as_record(location: str, value: Any) -> Record:
 
 def _read_rows(path: str | Path, delimiter: str, quoted: bool, encoding: str) -> Iterator[tuple[int, list[str]]]:
     """Stream the rows that are not empty with the numbers of the lines where they begin."""
+    if not quoted:
+        for number, line in read_text_lines(path, encoding):
+            if line.strip() or delimiter in line:
+                yield number, line.rstrip('\r\n').split(delimiter)
+        return
     lines = (line for _, line in read_text_lines(path, encoding))
-    quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
-    reader, number = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True), 1
+    reader, number = csv.reader(lines, delimiter=delimiter, strict=True), 1
     while True:
         # The limit is one of the process, in which other readers may be open.
         limit = csv.field_size_limit(MAX_FIELD_SIZE)

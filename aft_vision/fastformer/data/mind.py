@@ -97,7 +97,7 @@ def read_mind_behaviors(
         parts = values['impressions'].split()
         if is_labelled is None:
             is_labelled = '-' in ''.join(parts[:1])
-        names, flags = _parse_candidates(location, parts, is_labelled)
+        names, flags = _parse_candidates(location, parts, is_labelled, rows)
         if is_labelled:
             labels.extend(flag for name, flag in zip(names, flags, strict=True) if not drop_missing or name in rows)
         shown = _find_rows(location, 'impressions', names, rows, drop_missing)
@@ -132,15 +132,23 @@ def _find_rows(
         ) from error
 
 
-def _parse_candidates(location: str, parts: Sequence[str], is_labelled: bool) -> tuple[list[str], list[int]]:
+def _parse_candidates(
+    location: str, parts: Sequence[str], is_labelled: bool, rows: Mapping[str, int]
+) -> tuple[list[str], list[int]]:
     """Parse `N1-0 N2-1`, or `N1 N2`, to names and clicks."""
     if not parts:
         raise ValueError(f"{location}, column 'impressions': expected candidates, got none")
     names, flags = [], []
     for part in parts:
         name, _, label = part.rpartition('-')
-        if is_labelled and not (name and label in CLICKS):
+        has_label = bool(name) and label in CLICKS
+        if is_labelled and not has_label:
             raise ValueError(f"{location}, column 'impressions': expected N1-0 or N1-1, got {part!r:.80}")
+        # `drop_missing` would take a label for a part of a name that is none of the news.
+        if has_label and not is_labelled and part not in rows:
+            raise ValueError(
+                f"{location}, column 'impressions': expected N1 without a label, as the file begins, got {part!r:.80}"
+            )
         names.append(name if is_labelled else part)
         flags.append(CLICKS.get(label, 0))
     return names, flags

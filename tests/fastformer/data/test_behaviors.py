@@ -66,6 +66,7 @@ def test_the_last_behaviours_are_kept():
         ({'label': True}, "line 2, column 'label': expected 0 or 1, got True"),
         ({'label': '1'}, "line 2, column 'label': expected 0 or 1, got '1'"),
         ({'ad': None}, "line 2, column 'ad': expected a text, got None"),
+        ({'user': 1.5}, "line 2, column 'user': expected a text or a whole number, got 1.5"),
         ({'behaviors': 'Oslo'}, "line 2, column 'behaviors': expected a list, got 'Oslo'"),
         ({'behaviors': ['Oslo']}, r"column 'behaviors\[0\]': expected an object with the keys type, text, got 'Oslo'"),
         ({'behaviors': [{'type': 'a', 'text': ''}, {'type': 'a'}]}, r"column 'behaviors\[1\]': expected an obj"),

@@ -122,6 +122,12 @@ def test_what_is_no_behaviors_tsv_is_named(tmp_path, news, content, message):
         read_mind_behaviors(tmp_path / 'behaviors.tsv', news.rows)
 
 
+def test_labels_behind_a_row_without_them_are_named_where_news_may_be_missing(tmp_path, news):
+    (tmp_path / 'behaviors.tsv').write_text(ROW.format('N1', 'N2 N99') + ROW.format('N1', 'N99 N2-1'))
+    with pytest.raises(ValueError, match=r"line 2, column 'impressions': expected N1 without a label.*got 'N2-1'"):
+        read_mind_behaviors(tmp_path, news.rows, drop_missing=True)
+
+
 def test_columns_that_are_no_text_are_refused(folder):
     with pytest.raises(ValueError, match=r'expected columns of title, .*, got url'):
         read_mind_news(folder, ['url'])
