@@ -67,7 +67,7 @@ def test_the_pages_and_pictures_are_made_of_the_kept_data(tmp_path, monkeypatch)
     for page in RESULTS.glob('*.md'):
         assert (results / page.name).read_text() == page.read_text(), page
     pictures = {path.name for path in (tmp_path / 'docs' / 'images').iterdir()}
-    assert pictures == {'image_sizes.png', 'imagenette_runs.png', 'imagenette_sizes.png'}
+    assert pictures == {'image_sizes.png', 'imagenette_runs.png', 'imagenette_sizes.png', 'tiny_imagenet_front.png'}
     # A row without its data is no longer on the page.
     (results / 'data').unlink()
     shutil.copytree(RESULTS / 'data', results / 'data', ignore=shutil.ignore_patterns('*.safetensors', 'conv_k3_*'))
@@ -151,6 +151,13 @@ def test_an_evaluation_at_several_sizes_is_kept_without_its_places(tmp_path):
     (run,) = kept['runs']
     assert (run['row'], run['seed'], run['train_size']) == ('conv', 1, [96, 96])
     assert run['sizes'][1] == {'height': 128, 'width': 128, 'top1': 50.0, 'samples': 2500}
+
+
+def test_the_accuracy_of_tiny_imagenet_is_that_of_its_images_alone():
+    run = build.Run('pico', 0, {}, [], {'right': {'weights': '0000', 'average': '1001'}})
+    assert build.tiny_top1(run, [True, True, False, True]) == pytest.approx(200 / 3)
+    with pytest.raises(ValueError, match='shorter'):
+        build.tiny_top1(run, [True] * 3)
 
 
 def test_mcnemar_counts_the_images_on_which_one_model_alone_is_right():

@@ -6,8 +6,9 @@ python docs/results/build.py FILE --images NAME --commit COMMIT --processor NAME
 
 RUN is the folder of a complete run. One of train.imagenet is named after its row, learning rate and seed, such as
 conv_8e-3_seed0: its config.yaml and summary.csv, and its answers to the validation images with float16 weights go to
-data/FOLDER/ROW_seedN, of imagenette, imagenette_ablations or tiny_imagenet. --weights also keeps the better of its last
-weights and their average, as an exported folder. One of train.recall becomes a row of data/recall/runs.csv.
+data/FOLDER/ROW_seedN, where FOLDER is imagenette, imagenette_ablations, tiny_imagenet or tiny_imagenet_front. --weights
+also keeps the better of its last weights and their average, as an exported folder. One of train.recall becomes a row of
+data/recall/runs.csv.
 
 FILE is eval_resolution_grid.json of tools.eval_resolution, of folders named ROW_seedN. It goes to
 data/imagenette_sizes/NAME.json; the page calls the images NAME, with spaces for _.
@@ -39,10 +40,13 @@ from aft_vision.data import Preprocessing, Source, create_eval_loader
 from aft_vision.export import export_model
 from aft_vision.files import LAST
 from aft_vision.models.checkpoint import load_model, read_checkpoint
+from aft_vision.plugins import import_plugins
 from aft_vision.resolution import standard_error
 from aft_vision.visualize import new_figure, read_history, save_figure
 
 RESULTS = Path(__file__).resolve().parent
+# Of the packaged weights, in the order of the folders of data/tiny_imagenet_front's images.
+CLASSES = RESULTS.parents[1] / 'aft_vision' / 'weights' / 'tiny_imagenet.txt'
 # Of the models, by the first part of the name of a row or by their mixer.
 TITLES = {
     **{'attention': 'attention', 'conv': 'AFT-conv', 'full': 'AFT-full', 'local': 'AFT-local', 'simple': 'AFT-simple'},
@@ -89,6 +93,13 @@ MODELS = {
     'xcit_small_12_p16_224': ('XCiT small 12', None),
 }
 
+# Validation images of Imagenette's classes; every other class of data/tiny_imagenet_front is one of Tiny-ImageNet.
+IMAGENETTE = {
+    **{'n01440764': 387, 'n02102040': 395, 'n02979186': 357, 'n03000684': 386, 'n03028079': 409},
+    **{'n03394916': 394, 'n03417042': 389, 'n03425413': 419, 'n03445777': 399, 'n03888257': 390},
+}
+# Validation images of a class of Tiny-ImageNet.
+TINY_IMAGES = 50
 # Of the runtimes and the files of data/runtimes.csv.
 RUNTIMES = {
     'opencv': 'OpenCV',
@@ -118,7 +129,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add('runs', nargs='*', type=Path, metavar='RUN', help='the folder of a complete run, or FILE')
     add('--commit', help='commit of the training or the evaluation')
     add('--processor', metavar='NAME', help='processor of the training or the evaluation')
-    folders = ('imagenette', 'imagenette_ablations', 'tiny_imagenet')
+    folders = ('imagenette', 'imagenette_ablations', 'tiny_imagenet', 'tiny_imagenet_front')
     add('--into', choices=folders, default=folders[0], help='the folder of its table (default: imagenette)')
     add('--weights', action='store_true', help='keep the weights too')
     add('--data', help='the data set of the answers (default: data.dir of the run)')
@@ -155,6 +166,7 @@ def main(argv: Sequence[str] | None = None, results: Path = RESULTS) -> None:
     build_speed(results)
     build_goals(results)
     build_runtimes(results)
+    build_front(results)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -551,6 +563,49 @@ def build_runtimes(results: Path) -> None:
     write_blocks(results / 'exported.md', runtimes=block)
 
 
+def build_front(results: Path) -> None:
+    """Write the table of models that learned from the same teacher, and the picture of their accuracy against time.
+
+    The file of times is that of `tools.benchmark models --json` with every size of the runs.
+    """
+    data = results / 'data' / 'tiny_imagenet_front'
+    times: dict[tuple[str, str], dict[int, float]] = {}
+    for row in json.loads((data / 'times.json').read_text())['rows']:
+        runtime = row['form'].replace('eager', 'torch')
+        times.setdefault((row['name'], runtime), {})[row['size'][0]] = row['milliseconds']
+    classes = CLASSES.read_text().split()
+    is_tiny = [name not in IMAGENETTE for name in classes for _ in range(IMAGENETTE.get(name, TINY_IMAGES))]
+    lines, curves = [], {'torch': [], 'onnxruntime': []}
+    found = sorted(read_rows(data), key=lambda row: -statistics.fmean(tiny_top1(run, is_tiny) for run in row.runs))
+    for number, row in enumerate(found):
+        first = row.runs[0]
+        name, side = first.config['model']['name'], first.config['data']['img_size'][0]
+        top1 = [tiny_top1(run, is_tiny) for run in row.runs]
+        own = [times[name, runtime][side] for runtime in curves]
+        large = [times[name, runtime][max(times[name, runtime])] for runtime in curves]
+        cells = [f'`{name}`', f'{first.result["parameters"]:,}', f'{side} px', str(len(top1)), spread(top1)]
+        lines.append([*cells, *(f'{x:.2f}' for x in [*own, *large])])
+        style = {'color': f'C{number % 10}', 'marker': '*' if name.startswith('aft') else 'o', 'ls': '', 'label': name}
+        for runtime, x in zip(curves, own, strict=True):
+            curves[runtime].append(([x], [statistics.fmean(top1)], None, style | {'ms': 10}))
+    head = ['model', 'parameters', 'input', 'runs', 'top-1 %', 'torch', 'onnxruntime']
+    block = table([*head, 'torch, 224 px', 'onnxruntime, 224 px'], lines)
+    picture = results.parent / 'images' / 'tiny_imagenet_front.png'
+    origin = wrap(describe_origin(found, data.name))
+    image = f'![Top-1 against the time of an image](../images/{picture.name})\n'
+    write_blocks(results / 'tiny_imagenet.md', front='\n'.join([block, origin, image]))
+    panels = [
+        Panel(drawn, {'xlabel': f'milliseconds of an image, {runtime}', 'ylabel': 'top-1 of Tiny-ImageNet (%)'})
+        for runtime, drawn in curves.items()
+    ]
+    draw(picture, (10, 4), panels, share=True, loc='outside right center')
+
+
+def tiny_top1(run: Run, is_tiny: Sequence[bool]) -> float:
+    """Return the top-1 in percent of the images of Tiny-ImageNet, of the average in float16."""
+    return 100 * statistics.fmean(right for right, tiny in zip(run.right, is_tiny, strict=True) if tiny)
+
+
 def differences(rows: Sequence[Mapping[str, str]]) -> str:
     """Return the largest difference of a file's batches, and the number of those that fail, with the file's size."""
     if not rows:
@@ -587,7 +642,9 @@ def keep_run(run: Path, args: argparse.Namespace, data: Path) -> None:
     Raises:
         ValueError: it is not complete, or not named after a row of the ablations.
     """
-    config, content = read_yaml(run / 'config.yaml'), read_checkpoint(run / LAST)
+    config = read_yaml(run / 'config.yaml')
+    import_plugins(config['run'].get('imports', ()))
+    content = read_checkpoint(run / LAST)
     if content['epoch'] != config['schedule']['epochs']:
         raise ValueError(f'expected a complete run, got {run} after {content["epoch"]} epochs')
     row = re.sub(r'(_\d+(\.\d+)?e-\d+)?(_seed\d+)?$', '', run.resolve().name)
