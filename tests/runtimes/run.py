@@ -58,6 +58,8 @@ class Runtime(NamedTuple):
         borrows: Read torch and what it needs from the environment of this script.
         python: Interpreter of the environment, if not that of this script.
         npm: A package of npm that is installed in it.
+        adapter: Name of its adapter, if not that of the runtime.
+        cases: Images of a batch, height and width.
     """
 
     packages: tuple[str, ...]
@@ -66,6 +68,7 @@ class Runtime(NamedTuple):
     python: str | None = None
     npm: str | None = None
     adapter: str | None = None
+    cases: tuple[tuple[int, int, int], ...] = CASES
 
 
 RUNTIMES = {
@@ -77,7 +80,8 @@ RUNTIMES = {
     'tract': Runtime(('tract==0.23.9',)),
     'iree': Runtime(('iree-base-compiler[onnx]==3.13.0', 'iree-base-runtime==3.13.0')),
     'mnn': Runtime(('MNN==3.6.1',)),
-    'ncnn': Runtime(('ncnn==1.0.20261020', 'pnnx==20261020'), files=('trace.pt',), borrows=True),
+    # It has no axis of a batch.
+    'ncnn': Runtime(('ncnn==1.0.20261020', 'pnnx==20261020'), files=('trace.pt',), borrows=True, cases=CASES[:2]),
     'tinygrad': Runtime(('tinygrad==0.14.0', 'numpy==2.4.0', 'ziglang==0.15.2')),
     'rten': Runtime(('rten-convert==0.22.0',)),
     'tvm': Runtime(('apache-tvm==0.27.0.post1', 'onnx==1.23.2')),
@@ -226,7 +230,7 @@ def missing(name: str, rows: Sequence[dict[str, str]]) -> Iterator[dict[str, str
     runtime = RUNTIMES[name]
     version = (runtime.npm or runtime.packages[0]).replace('@', '==').rsplit('==', 1)[1]
     there = {tuple(row[field] for field in FIELDS[:7]) for row in rows}
-    for case, file, model in product(CASES, runtime.files, MODELS):
+    for case, file, model in product(runtime.cases, runtime.files, MODELS):
         key = (name, version, file, model, *map(str, case))
         if key not in there:
             yield dict(zip(FIELDS, key, strict=False))
