@@ -127,7 +127,8 @@ def blocks(name: str, *languages: str) -> list[str]:
 
 def write_image_models() -> None:
     """Checkpoints and exported folders of an untrained AFT-conv."""
-    for path, more in (('best.pth', {}), ('runs/demo/best.pth', {}), ('runs/gumbel/best.pth', {'gumbel': True})):
+    paths = ('best.pth', 'runs/demo/best.pth', 'runs/first/best.pth')
+    for path, more in [*((path, {}) for path in paths), ('runs/gumbel/best.pth', {'gumbel': True})]:
         kwargs = dict(depth=1, embed_dim=16, num_heads=4, kernel_size=3, patch_size=8, num_classes=3, **more)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         model = timm.create_model('aft_conv_tiny', **kwargs)
