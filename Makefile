@@ -105,7 +105,7 @@ timm-suite: $(STAMP)
 runtimes: $(STAMP)
 	$(PY) tests/runtimes/run.py $(RUNTIMES)
 
-# The classes of a photograph (PHOTO=FILE) by packaged weights, and their keys and attention on a page; then these weights
+# The classes of a photograph (PHOTO=FILE) by packaged weights, also on a page; then these weights
 # fine-tuned on the embedded photographs of clothing (ten classes), the accuracy at three image sizes, and the report
 demo: $(STAMP)
 	$(PY) -m tools.predict '$(PHOTO)' --model $(WEIGHTS) --top 3
@@ -121,8 +121,8 @@ demo: $(STAMP)
 	@echo '  runs/demo/curves.png             loss and accuracy by epoch'
 	@echo '  runs/demo/eval_resolution.png    accuracy at sizes that it was not trained at'
 	@echo '  runs/demo/biases.png             what the position biases have become'
-	@echo '  runs/demo/report.html            these, the keys and the attention of four photographs on a page'
-	@echo '  runs/demo/pretrained.html        the keys and the attention of the packaged weights'
+	@echo '  runs/demo/report.html            these, each class, the worst photographs and four answers'
+	@echo '  runs/demo/pretrained.html        the photograph and the answer of the packaged weights'
 	@echo 'Try next:'
 	@echo '  $(PY) -m train.imagenet --config configs/finetune.yaml run.dir=runs/tuned data.dir=YOUR_IMAGES'
 	@echo '  $(PY) -m train.imagenet --config configs/smoke/clothing_demo.yaml run.dir=runs/scratch'

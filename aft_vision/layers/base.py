@@ -258,6 +258,21 @@ def flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**flat, **(arguments.get('mixer_args') or {})}
 
 
+def create_mixer(name: str, dim: int, **kwargs: Any) -> TokenMixer:
+    """Build a mixer by name.
+
+    Args:
+        name: 'full', 'local', 'simple', 'conv', 'onehot', 'axial', or that of a registered class.
+        dim: channels C.
+        kwargs: of the mixer.
+
+    Raises:
+        ValueError: the name is unknown.
+        TypeError: the mixer has no such argument.
+    """
+    return build_mixer(find_mixer(name), dim, **kwargs)
+
+
 def build_mixer(kind: type[TokenMixer], dim: int, **kwargs: Any) -> TokenMixer:
     """Build a mixer of a class.
 
@@ -280,6 +295,10 @@ def mixers_of(model: nn.Module, kind: type[Mixer]) -> list[Mixer]:
 def token_mixers(model: nn.Module) -> list[TokenMixer]:
     """Return all mixers of a model in the order of its layers, without attention."""
     return mixers_of(model, TokenMixer)
+
+
+# Its earlier name.
+aft_mixers = token_mixers
 
 
 def undecayed(model: nn.Module, blocks: str = 'blocks.*') -> set[str]:

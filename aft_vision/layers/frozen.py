@@ -5,6 +5,7 @@ biases, whose exponentials depend on the grid.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from timm.layers import register_notrace_function
 from torch import Tensor, nn
 
 from aft_vision.ops import aten
-from aft_vision.ops.common.numerics import gated
 
 LOWERINGS = ('conv', 'matmul')
 
@@ -94,19 +94,7 @@ def freeze_conv(mixer: Any) -> FrozenMixer:
         # Without a projection after it the result keeps its order.
         return FrozenMixer(mixer, aten.mix_conv, taps=taps, outside=outside)
     heads_last = torch.arange(mixer.split_sizes[-1]).view(len(taps), -1).t().flatten()
-    return FrozenMixer(mixer, _mix_heads_last, heads_last, taps=taps, outside=outside)
-
-
-def _mix_heads_last(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    taps: Tensor,
-    outside: Tensor,
-    grid: tuple[int, int],
-    mask: Tensor | None,
-) -> Tensor:
-    return gated(q, v, aten.conv_means(k, v, taps, outside, grid, mask))
+    return FrozenMixer(mixer, partial(aten.mix_conv, heads_last=True), heads_last, taps=taps, outside=outside)
 
 
 def freeze_axial(mixer: Any) -> FrozenMixer:
@@ -128,7 +116,13 @@ def freeze_pairs(mixer: Any, form: Callable[..., Tensor], weights: Tensor) -> Fr
         form: `aten.mix_full` or `aten.mix_matmul`.
         weights: of the form.
     """
-    return FrozenMixer(mixer, lambda q, k, v, weights, grid, mask: form(q, k, v, weights, mask), weights=weights)
+    return FrozenMixer(mixer, partial(_on_any_grid, form), weights=weights)
+
+
+def _on_any_grid(
+    form: Callable[..., Tensor], q: Tensor | None, k: Tensor, v: Tensor, weights: Tensor, grid: Any, mask: Tensor | None
+) -> Tensor:
+    return form(q, k, v, weights, mask)
 
 
 def _resample_axis(bias: Tensor, length: int) -> Tensor:

@@ -13,7 +13,7 @@ from helpers import assert_close, generator, randn
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from aft_vision import ops
+from aft_vision import layers, ops
 from aft_vision.layers import (
     AFTAxial,
     AFTBlock,
@@ -616,3 +616,11 @@ def test_two_mixers_of_one_name_are_not_registered():
 
     with pytest.raises(ValueError, match="the mixer 'simple' is registered: AFTSimple; choose another name"):
         register_mixer(Simpler)
+
+
+def test_names_of_before_build_and_find_mixers():
+    mixer = layers.create_mixer('conv', 8, num_heads=2, kernel_size=3)
+    assert isinstance(mixer, AFTConv)
+    assert layers.aft_mixers(nn.Sequential(mixer)) == layers.token_mixers(nn.Sequential(mixer)) == [mixer]
+    with pytest.raises(ValueError, match='nothing'):
+        layers.create_mixer('nothing', 8)

@@ -45,8 +45,15 @@ def mix_conv(
     outside: Tensor,
     grid: tuple[int, int],
     mask: Tensor | None = None,
+    heads_last: bool = False,
 ) -> Tensor:
-    """`aft_conv` from its weights: taps (h, s, s) of the convolution, outside (h,) of the global sum."""
+    """`aft_conv` from its weights: taps (h, s, s) of the convolution, outside (h,) of the global sum.
+
+    Args:
+        heads_last: the channels of q, v and the result are in the order (c, h), as those of `conv_means`.
+    """
+    if heads_last:
+        return gated(q, v, conv_means(k, v, taps, outside, grid, mask))
     heads = len(taps)
     by_channel = v.unflatten(2, (heads, -1)).transpose(2, 3).flatten(2)
     y = conv_means(k, by_channel, taps, outside, grid, mask)
